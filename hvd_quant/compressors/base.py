@@ -1,0 +1,247 @@
+"""The base class of all compressors, and what a compressor may know about the tensor it encodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+Array = Any
+"""A flat vector of whatever framework ``ops`` belongs to."""
+
+EXCHANGES = ("auto", "allreduce", "allgather")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a compressor may depend on, the same on all workers but for ``rank``.
+
+    Attributes:
+        name: the parameter's name.
+        shape: the whole tensor's shape.
+        numel: entries in the range that is encoded.
+        range: (first, one past last) entry of that range in the flattened tensor.
+        step: exchanges of this tensor before this one; an int in PyTorch, a scalar tensor in TensorFlow.
+        rank: this worker's rank in the process set.
+        world: workers in the process set.
+        seed: of random codes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    range: tuple[int, int]
+    step: Any = 0
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+
+    @classmethod
+    def whole(cls, name: str, shape: Iterable[int], **known: Any) -> TensorInfo:
+        """The record of a tensor that is encoded in one piece."""
+        shape = tuple(int(n) for n in shape)
+        numel = 1
+        for n in shape:
+            numel *= n
+        return cls(name=name, shape=shape, numel=numel, range=(0, numel), **known)
+
+    def part(self, start: int, stop: int) -> TensorInfo:
+        """The record of the entries from ``start`` up to ``stop`` of the flattened tensor."""
+        return dataclasses.replace(self, numel=stop - start, range=(start, stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor:
+    """How gradients travel: what is kept between steps, what is sent, and how it is exchanged.
+
+    A compressor is a frozen dataclass; its fields are its knobs. A new one needs ``name``, :meth:`payload_bytes`,
+    :meth:`encode` and :meth:`decode_sum`; the rest has defaults. ``grad`` and state are flat fp32 vectors, payloads flat
+    uint8 ones, and ``ops`` is one of ``hvd_quant.ops.{generic, torch, tensorflow}``, which share all their names.
+
+    Arguments:
+        exchange: "allgather" (every worker gets every payload), "allreduce" (linear codes only), or "auto".
+        memory: "error_feedback" keeps what was not sent and adds it to the next gradient; "none" forgets it.
+        warmup: exchange dense gradients for this many steps first.
+        min_numel: tensors with fewer entries go dense. So do those whose payload would not be smaller.
+        merge: what the optimizer gets; "none": the reduced gradient alone.
+        average_every: steps between two averagings of the parameters; 0: never.
+        momentum: of momentum correction; 0: none.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    name: ClassVar[str]
+    linear: ClassVar[bool] = False
+    """Whether payloads may be summed as they are, by an allreduce; then :meth:`rounds` says how."""
+
+    exchange: str = "auto"
+    memory: str = "error_feedback"
+    warmup: int = 0
+    min_numel: int = 4096
+    merge: str = "none"
+    average_every: int = 0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        exchanges = [e for e in EXCHANGES if self.linear or e != "allreduce"]
+        self.require("exchange", one_of(exchanges), lambda x: x in exchanges)
+        self.require("memory", one_of(["error_feedback", "none"]), lambda x: x in ("error_feedback", "none"))
+        self.require("warmup", "a whole number of steps, 0 or more", lambda x: is_int(x) and x >= 0)
+        self.require("min_numel", "a whole number of entries, 0 or more", lambda x: is_int(x) and x >= 0)
+        self.require("merge", "'none', the only one in this version", lambda x: x == "none")
+        self.require("average_every", "0, the only one in this version", lambda x: is_int(x) and x == 0)
+        self.require("momentum", "0, the only one in this version", lambda x: is_number(x) and x == 0)
+
+    def require(self, field: str, accepted: str, ok: Callable[[Any], bool]) -> None:
+        """Raise a ValueError that names ``field``, its value and what is ``accepted``, unless ``ok(value)``."""
+        value = getattr(self, field)
+        if not ok(value):
+            raise ValueError(f"{self.name}: {field}={value!r} is not accepted; give {accepted}")
+
+    # ------------------------------------------------------------------------------------- what a codec overrides
+
+    def payload_bytes(self, info: TensorInfo) -> int:
+        """Bytes of the payload of ``info.numel`` entries, header included; exact, or an upper bound."""
+        raise NotImplementedError(f"{type(self).__name__} does not say its payload_bytes(info)")
+
+    def state_shapes(self, info: TensorInfo, role: str = "worker") -> dict[str, tuple[int, ...]]:
+        """Name and shape of the fp32 state to allocate, zeroed, for a range.
+
+        Arguments:
+            role: "worker" for the state of one's own gradient, "owner" for that of a range one reduces for all.
+        """
+        return {"residual": (info.numel,)} if self.memory == "error_feedback" else {}
+
+    @property
+    def range_multiple(self) -> int:
+        """A tensor may be cut into ranges at multiples of this many entries."""
+        return 256
+
+    def measure(self, ops: Any, grad: Array, state: Mapping[str, Array], info: TensorInfo) -> Any:
+        """What is decided once for a whole tensor (thresholds, scales) before ranges of it are encoded."""
+        return None
+
+    def encode(self, ops: Any, grad: Array, state: Mapping[str, Array], params: Any, info: TensorInfo) -> Array:
+        """Encode the range ``info.range`` and update its state in place.
+
+        Arguments:
+            grad: fp32, shape [info.numel]; not modified.
+            state: what :meth:`state_shapes` asked for.
+            params: what :meth:`measure` returned.
+
+        Returns:
+            The payload: uint8, 1-D, made by ``ops.pack`` or an encoder of ``ops``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement encode")
+
+    def decode_sum(self, ops: Any, payloads: list[Array], info: TensorInfo, out: Array | None = None) -> Array:
+        """The sum of what ``payloads`` decode to, added in their order, so that all workers get the same bits.
+
+        Arguments:
+            payloads: uint8 views, one a worker, in rank order.
+            out: fp32, shape [info.numel], to write into; a fresh vector where None.
+
+        Raises:
+            hvd_quant.wire.PayloadError: for a payload that is damaged, foreign, or says that its worker failed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement decode_sum")
+
+    def decode_mean(self, ops: Any, payloads: list[Array], info: TensorInfo, out: Array | None = None) -> Array:
+        """:meth:`decode_sum` times the fp32 value of 1 / len(payloads); codecs override it where that saves a pass."""
+        total = self.decode_sum(ops, payloads, info, out)
+        total *= np.float32(1 / len(payloads)).item()
+        return total
+
+    def rounds(self, ops: Any, grad: Array, state: Mapping[str, Array], info: TensorInfo,
+               out: Array) -> Generator[Array, Array, None]:
+        """How a linear code reduces a gradient by allreduce: one or more rounds, written as a generator.
+
+        It yields a vector, is sent back its sum over the workers, and in the end has written the mean gradient into
+        ``out``. ``out`` may be ``grad`` itself.
+        """
+        raise NotImplementedError(f"{self.name} is not linear: it can't be exchanged by allreduce")
+
+    # ----------------------------------------------------------------------------------- what every codec comes with
+
+    def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> None:
+        """Return the state to its value before ``payload`` was encoded from ``grad``, to fp32 rounding."""
+        if "residual" in state:
+            own = self.decode_sum(ops, [ops.without_flags(payload)], info)
+            ops.restore(state["residual"], own, grad)
+
+    @property
+    def spec(self) -> str:
+        """The string from which :func:`hvd_quant.get_compressor` makes an equal compressor."""
+        knobs = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                knobs.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+        return self.name + (":" + ",".join(knobs) if knobs else "")
+
+    @property
+    def stateful(self) -> bool:
+        """Whether anything is kept between steps."""
+        return bool(self.state_shapes(TensorInfo.whole("", (1,))))
+
+    # ------------------------------------------------------------------- Horovod's own optimizers and collectives
+
+    def bind(self, named_parameters: Iterable[tuple[str, Any]], process_set: Any = None) -> Any:
+        """This compressor as Horovod's stock optimizer takes it, with state for each of ``named_parameters``.
+
+        Example::
+
+            opt = horovod.torch.DistributedOptimizer(opt, named_parameters=model.named_parameters(),
+                                                     compression=Compression.onebit().bind(model.named_parameters()))
+
+        Arguments:
+            named_parameters: (name, parameter) pairs, those that the optimizer gets.
+            process_set: the one that the optimizer gets, Horovod's global one where None.
+
+        Raises:
+            ValueError: for parameters without names or of no framework known here.
+        """
+        named = list(named_parameters)
+        if not named or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+            raise ValueError("bind takes (name, parameter) pairs such as model.named_parameters(), the ones that the "
+                             f"optimizer gets; it was given {type(named_parameters).__name__} with "
+                             + (f"a {type(named[0]).__name__} in it" if named else "nothing in it"))
+        return stock_hooks(named[0][1]).bind(self, named, process_set)
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Horovod's hook for codes that keep no state and need no name; what it returns is summed or averaged by Horovod.
+
+        Raises:
+            ValueError: for a compressor that has to be bound first (:meth:`bind`).
+        """
+        raise ValueError(
+            f"{self.spec} keeps state by parameter, so Horovod's own functions can't use it unbound: pass "
+            f"compression=compressor.bind(model.named_parameters()), or use hvd_quant's DistributedOptimizer")
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """The other half of :meth:`compress`."""
+        return self.compress(tensor)
+
+
+def stock_hooks(tensor: Any) -> Any:
+    """The frontend module that serves Horovod's stock functions for the framework of ``tensor``."""
+    if any(cls.__module__.partition(".")[0] == "torch" for cls in type(tensor).__mro__):
+        return importlib.import_module("hvd_quant.torch.stock")
+    raise ValueError(f"a PyTorch tensor is expected, not a {type(tensor).__module__}.{type(tensor).__name__}")
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def is_number(x: Any) -> bool:
+    return is_int(x) or isinstance(x, float)
+
+
+def one_of(names: Iterable[str]) -> str:
+    return " or ".join(repr(n) for n in names)

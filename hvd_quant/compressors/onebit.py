@@ -1,0 +1,52 @@
+"""One-bit quantisation with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_quant import wire
+from hvd_quant.compressors.base import Compressor, TensorInfo, is_int
+from hvd_quant.ops import layout
+from hvd_quant.registry import register
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class OneBit(Compressor):
+    """One bit an entry and two levels a block; about 1/32 of fp32.
+
+    v = g + e; an entry with v >= 0 decodes to the mean of the block's v >= 0, another to the mean of its v < 0;
+    e = v - decoded.
+
+    One bit can't carry a zero inside a mixed block, so entries that never had a gradient drift a little; ``zeros=True``
+    sends a second bit and keeps them still.
+
+    Source: Seide, Fu, Droppo, Li, Yu 2014 (levels a matrix column), as used by Dryden, Moon, Jacobs, Van Essen 2016.
+
+    Arguments:
+        block_size: entries that share two levels; a multiple of 64.
+        zeros: send a bit map of the zeros, so that zeros decode to 0.
+    """
+
+    name = "onebit"
+    block_size: int = 2048
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("block_size", "a multiple of 64 from 64 to 1048576",
+                     lambda x: is_int(x) and 64 <= x <= 2**20 and x % 64 == 0)
+        self.require("zeros", "True or False", lambda x: isinstance(x, bool))
+
+    @property
+    def range_multiple(self) -> int:
+        return self.block_size
+
+    def payload_bytes(self, info: TensorInfo) -> int:
+        return wire.HEADER_BYTES + wire.padded(layout.onebit_body_bytes(info.numel, self.block_size, self.zeros))
+
+    def encode(self, ops, grad, state, params, info):
+        return ops.onebit_encode(grad, state.get("residual"), self.block_size, self.zeros)
+
+    def decode_sum(self, ops, payloads, info, out=None):
+        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out)

@@ -1,0 +1,443 @@
+"""The specification of every code, in array operations: NumPy arrays, and PyTorch tensors of any device.
+
+Vectors are flat fp32. ``residual`` is the error-feedback state, updated in place, or None. Encoders have no step that
+depends on the data on the host, so on a GPU they never wait; decoders read back what they check. ``docs/payloads.md``
+says what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device, size
+
+from hvd_quant import wire
+from hvd_quant.ops.layout import BLOCK, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, units_of  # noqa: F401
+
+Array = Any
+
+TINY = 2.0**-149
+FP16_MAX = 65504.0
+BF16_MAX = 3.3895313892515355e38
+
+
+def _quiet() -> np.errstate:
+    """NumPy warns where fp32 overflows; here that is expected, and flagged."""
+    return np.errstate(over="ignore", invalid="ignore")
+
+
+# ---------------------------------------------------------------------------------------- pieces that every codec uses
+
+def accumulate(grad: Array, residual: Array | None) -> tuple[Array, Array]:
+    """v = g + e, and whether all of it is finite; where it isn't, v = e, so that nothing poisons the residual."""
+    xp = array_namespace(grad)
+    with _quiet():
+        v = grad if residual is None else grad + residual
+    ok = xp.isfinite(v)
+    return xp.where(ok, v, xp.zeros_like(v) if residual is None else residual), xp.all(ok)
+
+
+def restore(residual: Array, decoded: Array, grad: Array) -> None:
+    """Take an encode back, to fp32 rounding: e + decoded - g, with g left out where it was not finite."""
+    xp = array_namespace(residual)
+    residual[:] = residual + decoded - xp.where(xp.isfinite(grad), grad, xp.zeros_like(grad))
+
+
+def pack(codec: str, numel: int, finite: Array, *parts: Array) -> Array:
+    """A sealed payload: the header of ``codec``, then the bytes of ``parts``, then padding.
+
+    Arguments:
+        codec: the compressor's name.
+        numel: entries encoded.
+        finite: 0-d bool; False sets the non-finite flag.
+        parts: 1-D arrays of one framework and device; their bytes follow each other.
+    """
+    xp = array_namespace(*parts)
+    body = [part.view(xp.uint8) for part in parts]
+    nbytes = sum(size(part) for part in body)
+    padding = xp.zeros(wire.padded(nbytes) - nbytes, dtype=xp.uint8, device=device(parts[0]))
+    header = _header(xp, device(parts[0]), codec, numel, wire.padded(nbytes))
+    payload = xp.concat([header, *body, padding])
+    payload[3] = xp.where(finite, 0, wire.NONFINITE)
+    payload[24:32] = xp.reshape(wire.checksum(payload), (1,)).view(xp.uint8)
+    return payload
+
+
+@functools.lru_cache(maxsize=4096)
+def _header(xp: Any, where: Any, codec: str, numel: int, body_bytes: int) -> Array:
+    return xp.asarray(wire.pack_header(codec, numel, body_bytes), device=where)
+
+
+def unpack(payload: Array, codec: str, numel: int, body_bytes: int) -> tuple[Array, bool]:
+    """Check a payload and return its body (uint8, ``body_bytes`` without the padding) and whether it is all finite.
+
+    Raises:
+        hvd_quant.wire.PayloadError: if a field, a length, the checksum or the padding is off.
+    """
+    if hasattr(payload, "storage_offset") and payload.storage_offset() % 8:
+        payload = payload.clone()  # torch's view() wants aligned bytes
+    flags = wire.check(payload, codec, numel, wire.padded(body_bytes))
+    body = payload[wire.HEADER_BYTES:]
+    xp = array_namespace(payload)
+    _require((xp.all(body[body_bytes:] == 0), "padding is not zero"))
+    return body[:body_bytes], not flags & wire.NONFINITE
+
+
+def without_flags(payload: Array) -> Array:
+    """A copy of a payload that decodes as if everything had been finite (it leaves non-finite gradients out)."""
+    xp = array_namespace(payload)
+    payload = xp.asarray(payload, copy=True)
+    payload[3] = 0
+    payload[24:32] = xp.reshape(wire.checksum(payload), (1,)).view(xp.uint8)
+    return payload
+
+
+def pack_bits(bits: Array) -> Array:
+    """Bools to bytes, the first in the least significant bit; the last byte is filled with zeros."""
+    xp = array_namespace(bits)
+    shifts = xp.arange(8, dtype=xp.uint8, device=device(bits))
+    return xp.sum(_rows(xp.astype(bits, xp.uint8), 8) << shifts, axis=1, dtype=xp.uint8)
+
+
+def unpack_bits(data: Array, count: int) -> Array:
+    """The first ``count`` bits of ``data`` as bools; the others must be zero."""
+    xp = array_namespace(data)
+    shifts = xp.arange(8, dtype=xp.uint8, device=device(data))
+    bits = xp.reshape((data[:, None] >> shifts) & 1, (-1,)) != 0
+    _require((~xp.any(bits[count:]), "unused bits are not zero"))
+    return bits[:count]
+
+
+def _require(*checks: tuple[Array, str]) -> None:
+    for ok, what in checks:
+        if not bool(ok):
+            raise wire.PayloadError(f"payload is damaged: {what}")
+
+
+def _rows(x: Array, length: int) -> Array:
+    """x as a matrix with rows of ``length``, the last one filled up with zeros."""
+    xp = array_namespace(x)
+    padding = xp.zeros(-size(x) % length, dtype=x.dtype, device=device(x))
+    return xp.reshape(xp.concat([x, padding]), (-(-size(x) // length), length))
+
+
+def _sum(terms: list[Array], finite: bool, numel: int, like: Array, out: Array | None) -> Array:
+    """Add decoded vectors in order, starting at +0, into ``out``; NaN throughout if a payload was not finite."""
+    xp = array_namespace(like)
+    if out is None:
+        out = xp.empty(numel, dtype=xp.float32, device=device(like))
+    if not finite:
+        out[:] = math.nan
+        return out
+    out[:] = 0.0
+    with _quiet():
+        for term in terms:
+            out += term
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- none, fp16 and bf16
+
+def cast_encode(grad: Array, dtype: str, codec: str) -> Array:
+    """The values themselves as "float32", "float16" or "bfloat16", rounded to nearest even."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, None)
+    if dtype == "float32":
+        return pack(codec, size(v), finite, v)
+    if dtype == "float16":
+        half, largest = _to_half(v)
+        return pack(codec, size(v), finite & ~largest, half)
+    bits = v.view(xp.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    over = (bits & 0x7FFF) == 0x7F80
+    bits = xp.where(over, bits - 1, bits)
+    half = xp.astype(xp.stack([bits & 0xFF, (bits >> 8) & 0xFF], axis=1), xp.uint8)
+    return pack(codec, size(v), finite & ~xp.any(over), xp.reshape(half, (-1,)))
+
+
+def _to_half(v: Array) -> tuple[Array, Array]:
+    """v as fp16, clamped to the largest finite values, and whether any value would have rounded beyond them."""
+    xp = array_namespace(v)
+    return xp.astype(xp.clip(v, -FP16_MAX, FP16_MAX), xp.float16), xp.any(xp.abs(v) >= FP16_MAX + 16)
+
+
+def divide(total: Array, world: int, out: Array) -> None:
+    """out = total / world, in place where they are the same vector."""
+    out[:] = total / world
+
+
+def divide_to_half(grad: Array, world: int) -> Array:
+    """grad / world as fp16, for an allreduce that must not overflow where the mean doesn't."""
+    xp = array_namespace(grad)
+    with _quiet():
+        return xp.astype(grad / world, xp.float16)
+
+
+def widen(half: Array, out: Array) -> None:
+    """out = half, as fp32."""
+    out[:] = array_namespace(half).astype(half, out.dtype)
+
+
+def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, out: Array | None = None) -> Array:
+    """The sum of what :func:`cast_encode` made."""
+    xp = array_namespace(payloads[0])
+    terms, finite = [], True
+    for payload in payloads:
+        body, ok = unpack(payload, codec, numel, numel * (4 if dtype == "float32" else 2))
+        finite &= ok
+        if dtype == "bfloat16":
+            wide = xp.zeros((numel, 4), dtype=xp.uint8, device=device(body))
+            wide[:, 2:] = xp.reshape(body, (numel, 2))
+            value = xp.reshape(wide, (-1,)).view(xp.float32)
+        else:
+            value = xp.astype(body.view(getattr(xp, dtype)), xp.float32)
+        _require((xp.all(xp.isfinite(value)), "a value is not finite"))
+        terms.append(value)
+    return _sum(terms, finite, numel, payloads[0], out)
+
+
+# -------------------------------------------------------------------------------------------------------------- onebit
+
+def onebit_encode(grad: Array, residual: Array | None, block_size: int, zeros: bool = False) -> Array:
+    """One bit an entry and the two means of each block; see :class:`hvd_quant.compressors.OneBit`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    numel = size(v)
+    blocks = _rows(v, block_size)
+    real = _rows(xp.ones_like(v, dtype=xp.bool), block_size)
+    up = real & ((blocks > 0) if zeros else (blocks >= 0))
+    down = blocks < 0
+    levels = xp.stack([_masked_mean(blocks, up), _masked_mean(blocks, down)], axis=1)
+    levels, ok = _finite_levels(levels)
+    decoded = xp.where(up, levels[:, :1], xp.where(down, levels[:, 1:], xp.zeros_like(blocks)))
+    if residual is not None:
+        residual[:] = v - xp.reshape(decoded, (-1,))[:numel]
+    parts = [xp.reshape(levels, (-1,)), pack_bits(xp.reshape(up, (-1,))[:numel])]
+    if zeros:
+        parts.append(pack_bits(xp.reshape(up | down, (-1,))[:numel]))
+    return pack("onebit", numel, finite & ok, *parts)
+
+
+def _masked_mean(rows: Array, mask: Array) -> Array:
+    """The mean of each row's masked entries, 0 where there is none."""
+    xp = array_namespace(rows)
+    count = xp.sum(xp.astype(mask, xp.float32), axis=1)
+    with _quiet():
+        return xp.sum(xp.where(mask, rows, xp.zeros_like(rows)), axis=1) / xp.clip(count, 1.0, None)
+
+
+def _finite_levels(levels: Array) -> tuple[Array, Array]:
+    """Levels with both of a pair set to 0 where one overflowed, and whether none did."""
+    xp = array_namespace(levels)
+    ok = xp.all(xp.isfinite(levels), axis=1)
+    return xp.where(ok[:, None], levels, xp.zeros_like(levels)), xp.all(ok)
+
+
+def onebit_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros: bool = False,
+                      out: Array | None = None) -> Array:
+    """The sum of what :func:`onebit_encode` made."""
+    xp = array_namespace(payloads[0])
+    terms, finite = [], True
+    nblocks, nbytes = -(-numel // block_size), -(-numel // 8)
+    for payload in payloads:
+        body, ok = unpack(payload, "onebit", numel, onebit_body_bytes(numel, block_size, zeros))
+        finite &= ok
+        levels = xp.reshape(body[:nblocks * 8].view(xp.float32), (-1, 2))
+        _require((xp.all(xp.isfinite(levels)), "a level is not finite"))
+        block = xp.arange(numel, dtype=xp.int64, device=device(body)) // block_size
+        up = unpack_bits(body[nblocks * 8:nblocks * 8 + nbytes], numel)
+        value = xp.where(up, levels[:, 0][block], levels[:, 1][block])
+        if zeros:
+            nonzero = unpack_bits(body[nblocks * 8 + nbytes:], numel)
+            _require((~xp.any(up & ~nonzero), "a zero has a sign"))
+            value = xp.where(nonzero, value, xp.zeros_like(value))
+        terms.append(value)
+    return _sum(terms, finite, numel, payloads[0], out)
+
+
+# ---------------------------------------------------------------------------------- sparse: threshold, adaptive, topk
+
+def _hash(step: int) -> int:
+    return int(step) * 0x9E3779B1 & 0xFFFFFFFF
+
+
+def sample(grad: Array, residual: Array | None, step: int) -> Array:
+    """The sampled entries of v: one of each stretch of N/S entries, at a place that changes with the step."""
+    xp = array_namespace(grad)
+    numel = size(grad)
+    count = min(numel, max(4096, numel // 512))
+    i = xp.arange(count, dtype=xp.int64, device=device(grad))
+    m = (i ^ _hash(step)) * 0x9E3779B1 & 0xFFFFFFFF
+    m = m ^ (m >> 15)
+    m = m * 0x85EBCA77 & 0xFFFFFFFF
+    m = m ^ (m >> 13)
+    index = i * numel // max(count, 1) + (m * (numel // max(count, 1)) >> 32)
+    return accumulate(grad[index], None if residual is None else residual[index])[0]
+
+
+def topk_measure(grad: Array, residual: Array | None, ratio: float, step: int) -> Array:
+    """Thresholds (tau+, tau-), fp32[2], between which an entry stays: |v| must exceed the sample's (1 - ratio) quantile."""
+    xp = array_namespace(grad)
+    magnitude = xp.sort(xp.abs(sample(grad, residual, step)), descending=True)
+    k = math.ceil(ratio * size(magnitude))
+    t = magnitude[k:k + 1] if k < size(magnitude) else xp.zeros(1, dtype=xp.float32, device=device(grad))
+    tau = xp.nextafter(t, xp.full_like(t, math.inf))
+    return xp.concat([tau, -tau])
+
+
+def adaptive_measure(grad: Array, residual: Array | None, ratio: float, step: int) -> Array:
+    """Thresholds (tau+, tau-), fp32[2], that keep ``ratio`` of the sampled positive and of the sampled negative entries."""
+    xp = array_namespace(grad)
+    v = sample(grad, residual, step)
+    if not size(v):
+        return xp.asarray([TINY, -TINY], dtype=xp.float32, device=device(grad))
+    upper, n_upper = _kth_largest(v, ratio)
+    lower, n_lower = _kth_largest(-v, ratio)
+    tiny = xp.full_like(upper, TINY)
+    upper, lower = (xp.where(n_upper > 0, upper, xp.where(n_lower > 0, lower, tiny)),
+                    xp.where(n_lower > 0, lower, xp.where(n_upper > 0, upper, tiny)))
+    return xp.concat([upper, -lower])
+
+
+def _kth_largest(v: Array, ratio: float) -> tuple[Array, Array]:
+    """The max(1, ceil(ratio n))-th largest of v, n being the number of positive entries, and n; both of shape [1]."""
+    xp = array_namespace(v)
+    count = xp.sum(xp.astype(v > 0, xp.int64), keepdims=True)
+    k = xp.astype(xp.ceil(xp.astype(count, xp.float64) * ratio), xp.int64)
+    return xp.take(xp.sort(v, descending=True), xp.clip(k, 1, None) - 1), count
+
+
+def threshold_encode(grad: Array, residual: Array | None, tau: float, slots: int, step: int) -> Array:
+    """Entries beyond +-tau, sent as +-tau; see :class:`hvd_quant.compressors.Threshold`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    kept = _select(v, (v >= tau) | (v <= -tau), slots, step)
+    levels = xp.asarray([tau, -tau], dtype=xp.float32, device=device(grad))
+    decoded = xp.where(v > 0, levels[0], levels[1])
+    return _sparse_finish("threshold", v, finite, kept, decoded, levels, residual, slots, step)
+
+
+def adaptive_encode(grad: Array, residual: Array | None, thresholds: Array, slots: int, step: int) -> Array:
+    """Entries beyond the thresholds, sent as the mean of their sign; see :class:`hvd_quant.compressors.Adaptive`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    numel = size(v)
+    kept = _select(v, (v >= thresholds[0]) | (v <= thresholds[1]), slots, step)
+    rows, mask = _rows(v, UNIT), _rows(kept, UNIT)
+    levels = xp.stack([_masked_mean(rows, mask & (rows > 0)), _masked_mean(rows, mask & (rows < 0))], axis=1)
+    levels, ok = _finite_levels(levels)
+    decoded = xp.reshape(xp.where(rows > 0, levels[:, :1], levels[:, 1:]), (-1,))[:numel]
+    return _sparse_finish("adaptive", v, finite & ok, kept, decoded, xp.reshape(levels, (-1,)), residual, slots, step)
+
+
+def topk_encode(grad: Array, residual: Array | None, thresholds: Array, slots: int, values: str, step: int) -> Array:
+    """Entries beyond the thresholds, sent as ``values``; see :class:`hvd_quant.compressors.TopK`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    beyond = (v >= thresholds[0]) | (v <= thresholds[1])
+    t = xp.nextafter(thresholds[0], xp.zeros_like(thresholds[0]))
+    ties = (xp.abs(v) >= t) & (t > 0)
+    kept = _select(v, xp.where(xp.any(beyond), beyond, ties), slots, step)
+    value = v if values == "float32" else _to_half(v)[0]
+    decoded = xp.astype(value, xp.float32)
+    return _sparse_finish("topk", v, finite, kept, decoded, value[:0].view(xp.float32), residual, slots, step, value)
+
+
+def _select(v: Array, candidates: Array, slots: int, step: int) -> Array:
+    """Of the candidates, the first ``slots`` in the step's cyclic order, at most 255 a block."""
+    xp = array_namespace(v)
+    numel, h = size(v), _hash(step)
+    shift = (-(h * units_of(numel) >> 32), -(h >> 8 & 63), -(h & 255))
+    cube = xp.reshape(_rows(candidates, UNIT), (units_of(numel), UNIT // BLOCK, BLOCK))
+    cube = xp.astype(xp.roll(cube, shift, axis=(0, 1, 2)), xp.int64)
+    cube = xp.where(xp.cumulative_sum(cube, axis=2) <= 255, cube, xp.zeros_like(cube))
+    line = xp.reshape(cube, (-1,))
+    line = (line > 0) & (xp.cumulative_sum(line) <= slots)
+    cube = xp.roll(xp.reshape(line, cube.shape), tuple(-s for s in shift), axis=(0, 1, 2))
+    return xp.reshape(cube, (-1,))[:numel]
+
+
+def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Array, levels: Array,
+                   residual: Array | None, slots: int, step: int, values: Array | None = None) -> Array:
+    """Update the residual and write the kept entries into slots, unit by unit from the step's first one."""
+    xp = array_namespace(v)
+    numel = size(v)
+    if residual is not None:
+        residual[:] = xp.where(kept, v - decoded, v)
+    start = _hash(step) * units_of(numel) >> 32
+    counts = xp.sum(xp.astype(_rows(kept, BLOCK), xp.int32), axis=1)
+    index = xp.roll(xp.arange(numel, dtype=xp.int64, device=device(v)), -start * UNIT)
+    kept = xp.roll(kept, -start * UNIT)
+    slot = xp.cumulative_sum(xp.astype(kept, xp.int64)) - 1
+    slot = xp.where(kept, slot, xp.full_like(slot, slots))  # what isn't kept goes to one slot more, which is cut off
+
+    def fill(x: Array) -> Array:
+        filled = xp.zeros(slots + 1, dtype=x.dtype, device=device(v))
+        filled[slot] = x[index]
+        return filled[:slots]
+
+    positions = fill(xp.astype(xp.arange(numel, dtype=xp.int64, device=device(v)) % BLOCK, xp.uint8))
+    codes = pack_bits(fill(v > 0)) if values is None else fill(values)
+    head = xp.stack([xp.full((), start, dtype=xp.int64, device=device(v)), xp.sum(xp.astype(kept, xp.int64))])
+    return pack(codec, numel, finite, xp.astype(head, xp.int32), levels, xp.astype(counts, xp.uint8), positions, codes)
+
+
+def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int, nlevels: int, values: str | None,
+                       out: Array | None) -> Array:
+    xp = array_namespace(payloads[0])
+    nblocks = -(-numel // BLOCK)
+    code_bits = {None: 1, "float16": 16, "float32": 32}[values]
+    total = xp.zeros(numel + 1, dtype=xp.float32, device=device(payloads[0]))  # unused slots go to one entry more
+    finite = True
+    for payload in payloads:
+        body, ok = unpack(payload, codec, numel, sparse_body_bytes(numel, slots, nlevels, code_bits))
+        finite &= ok
+        start, kept = (int(x) % 2**32 for x in body[:8].view(xp.int32))
+        levels, rest = xp.reshape(body[8:8 + 8 * nlevels].view(xp.float32), (-1, 2)), body[8 + 8 * nlevels:]
+        counts = xp.astype(rest[:nblocks], xp.int64)
+        positions = xp.astype(rest[nblocks:nblocks + slots], xp.int64)
+        codes = rest[nblocks + slots:]
+        _require((start < max(1, units_of(numel)), "the scan starts outside the tensor"),
+                 (kept <= slots, "more entries are kept than there are slots"),
+                 (xp.sum(counts) == kept, "counts do not add up"),
+                 (xp.all(xp.isfinite(levels)), "a level is not finite"),
+                 (xp.all(positions[kept:] == 0), "an unused slot is not zero"))
+        order = xp.roll(xp.arange(nblocks, dtype=xp.int64, device=device(body)), -start * (UNIT // BLOCK))
+        ends = xp.cumulative_sum(counts[order])
+        slot = xp.arange(kept, dtype=xp.int64, device=device(body))
+        block = order[xp.searchsorted(ends, slot, side="right")]
+        index = block * BLOCK + positions[:kept]
+        _require((xp.all(index < numel), "a position lies outside the tensor"),
+                 (~xp.any((block[1:] == block[:-1]) & (index[1:] <= index[:-1])), "positions do not ascend"))
+        if values is None:
+            positive = unpack_bits(codes, slots)
+            _require((~xp.any(positive[kept:]), "an unused slot is not zero"))
+            pair = index // UNIT if nlevels > 1 else xp.zeros_like(index)
+            value = xp.where(positive[:kept], levels[:, 0][pair], levels[:, 1][pair])
+        else:
+            _require((xp.all(codes[kept * code_bits // 8:] == 0), "an unused slot is not zero"))
+            if codes.shape[0] and hasattr(codes, "storage_offset"):
+                codes = codes.clone()  # torch's view() wants aligned bytes
+            value = xp.astype(codes.view(getattr(xp, values))[:kept], xp.float32)
+            _require((xp.all(xp.isfinite(value)), "a value is not finite"))
+        with _quiet():
+            total[index] += value
+    return _sum([total[:numel]], finite, numel, payloads[0], out)
+
+
+def threshold_decode_sum(payloads: list[Array], numel: int, slots: int, out: Array | None = None) -> Array:
+    """The sum of what :func:`threshold_encode` made."""
+    return _sparse_decode_sum("threshold", payloads, numel, slots, 1, None, out)
+
+
+def adaptive_decode_sum(payloads: list[Array], numel: int, slots: int, out: Array | None = None) -> Array:
+    """The sum of what :func:`adaptive_encode` made."""
+    return _sparse_decode_sum("adaptive", payloads, numel, slots, units_of(numel), None, out)
+
+
+def topk_decode_sum(payloads: list[Array], numel: int, slots: int, values: str, out: Array | None = None) -> Array:
+    """The sum of what :func:`topk_encode` made."""
+    return _sparse_decode_sum("topk", payloads, numel, slots, 0, values, out)
