@@ -1,0 +1,28 @@
+"""The PyTorch frontend: everything that horovod.torch has, with compressed gradients.
+
+Write ``import hvd_quant.torch as hvd`` in the place of ``import horovod.torch as hvd`` and pass ``compression=`` to
+:func:`DistributedOptimizer`.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("hvd_quant.torch needs PyTorch: pip install torch") from error
+
+try:
+    import horovod.torch as _horovod
+    _horovod.init  # noqa: B018  horovod.torch prints and goes on when its library is missing
+except (ImportError, AttributeError) as error:
+    raise ImportError("hvd_quant.torch needs Horovod built for this PyTorch; this command builds it: "
+                      "hvd-quant build-horovod") from error
+
+from horovod.torch import *  # noqa: F403
+
+from hvd_quant import Compression
+from hvd_quant.torch.optimizer import DistributedOptimizer
+
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")]
+
+
+def __getattr__(name):
+    return getattr(_horovod, name)

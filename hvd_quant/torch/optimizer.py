@@ -1,0 +1,235 @@
+"""DistributedOptimizer: Horovod's, with compressors. The hooks here start exchanges, ``synchronize`` finishes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from horovod.torch import optimizer as horovod_optimizer
+from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
+
+from hvd_quant.compressors import Compressor
+from hvd_quant.exchange.stats import Stats
+from hvd_quant.registry import Compression, selector
+from hvd_quant.torch.reducer import Reducer, drain
+from hvd_quant.torch.stock import Bound
+
+_Stock = horovod_optimizer._DistributedOptimizer
+
+
+def DistributedOptimizer(
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        compression: Compressor | str | Mapping[str, Any] | Any = Compression().none,
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | list[list[torch.Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set) -> torch.optim.Optimizer:
+    """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
+
+    The signature and behaviour are those of ``horovod.torch.DistributedOptimizer``; the result is an instance of the
+    optimizer's own class, and ``state_dict()`` keeps its layout. In addition it has ``compression_stats()``,
+    ``compression_state_dict()`` and ``load_compression_state_dict()``, and ``zero_grad`` takes ``set_to_none``.
+
+    Arguments:
+        optimizer: any optimizer of ``torch.optim`` but LBFGS.
+        named_parameters: (name, parameter) pairs, typically ``model.named_parameters()``.
+        compression: a compressor, a spec string such as ``"topk:ratio=0.01"``, a mapping from patterns of parameter names
+            to these (first match wins, no match goes dense), or any class with Horovod's ``compress``/``decompress``.
+        backward_passes_per_step: backward passes before each exchange; their gradients add up locally.
+        op: Average or Sum; Adasum for uncompressed and fp16 gradients.
+        gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
+        num_groups, groups: parameters whose exchanges start together, when the last of them has its gradient.
+        sparse_as_dense: reduce sparse gradients as dense ones; otherwise they are not compressed, which is warned about.
+        process_set: the workers to reduce over.
+
+    Raises:
+        ValueError: for LBFGS, for a combination that can't work, and as Horovod does.
+        TypeError: for a compression that is none of the above, or a parameter whose type can't be compressed.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS can't be distributed: its closure may run a different number of times on each worker, so "
+                         "their exchanges would not pair up; use another optimizer")
+    if isinstance(compression, Bound):
+        compression = compression.compressor
+    if not _is_horovods(compression):
+        select = selector(compression)
+        plain = isinstance(compression, Compressor | str | type) and select("").name == "none"
+        if op == Adasum and not (plain or select("") == Compression().fp16) or op == Adasum and isinstance(compression, Mapping):
+            raise ValueError(f"op=Adasum can't be combined with compression={_describe(compression)}: Adasum needs the gradients "
+                             "themselves; use 'none' or 'fp16', or op=Average")
+        if not plain and op not in (Average, Sum) and op != Adasum:
+            raise ValueError(f"op={op!r} can't be combined with compression={_describe(compression)}; give Average or Sum")
+        if plain or op == Adasum:
+            compression = select("")
+        else:
+            return _compressed(optimizer, named_parameters, select, backward_passes_per_step, op,
+                               gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
+    counted = _Counted(compression, process_set)
+    wrapped = horovod_optimizer.DistributedOptimizer(
+        optimizer, named_parameters, counted, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups,
+        sparse_as_dense, process_set)
+    cls = type(wrapped)  # made by this very call
+    cls.zero_grad = _zero_grad
+    cls.compression_stats = lambda self: counted.stats.as_dict()
+    cls.compression_state_dict = lambda self: Reducer.empty_state_dict()
+    cls.load_compression_state_dict = lambda self, state: None
+    last = "step" if op == Adasum and size() > 1 else "synchronize"
+    setattr(cls, last, counted.counting(getattr(cls, last)))
+    return wrapped
+
+
+def _is_horovods(compression: Any) -> bool:
+    if isinstance(compression, Compressor | str | Mapping) or isinstance(compression, type) and issubclass(compression, Compressor):
+        return False
+    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
+        return True
+    raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a "
+                    "spec string such as 'topk:ratio=0.01', a mapping from patterns of parameter names to these, or an "
+                    "object with compress and decompress")
+
+
+def _describe(compression: Any) -> str:
+    return compression.spec if isinstance(compression, Compressor) else repr(compression)
+
+
+class _Counted:
+    """A compressor in Horovod's sense that counts what it is given and what it returns."""
+
+    def __init__(self, inner: Any, process_set: ProcessSet) -> None:
+        self._inner, self._process_set, self.stats = inner, process_set, Stats()
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        with self.stats.timed("encode"):
+            sent, ctx = self._inner.compress(tensor)
+        self.stats.count(None, "dense", tensor.numel(), sent.numel() * sent.element_size(), self._process_set.size())
+        return sent, ctx
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        with self.stats.timed("decode"):
+            return self._inner.decompress(tensor, ctx)
+
+    def counting(self, method: Any) -> Any:
+        def counted(self_, *args: Any, **kwargs: Any) -> Any:
+            before = self.stats.encode_seconds + self.stats.decode_seconds
+            with self.stats.timed("wait"):
+                result = method(self_, *args, **kwargs)
+            self.stats.wait_seconds -= self.stats.encode_seconds + self.stats.decode_seconds - before
+            self.stats.steps += 1
+            return result
+
+        return counted
+
+
+def _compressed(optimizer, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, num_groups,
+                groups, sparse_as_dense, process_set):
+    if gradient_predivide_factor != 1.0:
+        if rocm_built():
+            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+        if op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    # As Horovod does: a class that inherits from the optimizer's own, so that isinstance and state_dict() stay.
+    methods = {**vars(_Stock), **{k: v for k, v in vars(_Compressed).items() if not k.startswith("__")},
+               "__init__": _Compressed.__init__}
+    cls = type(type(optimizer).__name__, (type(optimizer),), methods)
+    return cls(optimizer.param_groups, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor,
+               groups, sparse_as_dense, process_set)
+
+
+def _zero_grad(self, set_to_none: bool = True) -> None:
+    if self._handles:
+        raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+    super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+
+
+class _Compressed:
+    """What differs from Horovod's _DistributedOptimizer, whose other methods a distributed optimizer's class has too."""
+
+    def __init__(self, params, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, groups,
+                 sparse_as_dense, process_set):
+        if named_parameters is not None:
+            named_parameters = list(named_parameters)
+        _Stock.__init__(self, params, named_parameters, horovod_optimizer.Compression.none, backward_passes_per_step, op,
+                        gradient_predivide_factor, groups, sparse_as_dense, process_set)
+        # Horovod keeps a set; its order differs between workers.
+        self._ordered = [p for group in self.param_groups for p in group["params"] if p in self._requires_update]
+        self._reducer = Reducer([(self._parameter_names[p], p) for p in self._ordered], select, op,
+                                gradient_predivide_factor, process_set)
+        self._was_sparse = set()
+
+    def _make_hook(self, p):
+        def hook(*ignore):
+            if self._allreduce_delay[p] <= 0:
+                raise AssertionError(
+                    f"The gradient of {self._parameter_names[p]} was computed more than backward_passes_per_step="
+                    f"{self.backward_passes_per_step} times before step(). Increase backward_passes_per_step to "
+                    "accumulate gradients locally.")
+            self._allreduce_delay[p] -= 1
+            self._handles.setdefault(p, None)
+            if self._allreduce_delay[p] == 0:
+                group = self._p_to_group.get(p, (p,))
+                if all(self._allreduce_delay[q] == 0 for q in group):
+                    for q in group:
+                        self._handles[q] = self._allreduce_grad_async(q)
+
+        return hook
+
+    def _allreduce_grad_async(self, p):
+        """Start the exchange of a parameter's gradient; None counts as zero, since another worker may have one."""
+        name = self._parameter_names[p]
+        if p.grad is None:
+            p.grad = torch.sparse_coo_tensor(size=p.shape, dtype=p.dtype, device=p.device) \
+                if p in self._was_sparse else torch.zeros_like(p)
+        if not p.grad.is_sparse:
+            return self._reducer.start(name, p.grad)
+        self._was_sparse.add(p)
+        if self.sparse_as_dense:
+            return self._reducer.start(name, p.grad.to_dense())
+        return self._reducer.start_sparse(name, p.grad)
+
+    def synchronize(self):
+        if not self.process_set.included():
+            self._synchronized = True
+            return
+        for p in self._ordered:
+            if self._handles.get(p) is None:
+                self._handles[p] = self._allreduce_grad_async(p)
+        exchanges = [self._handles[p] for p in self._ordered]
+        self._handles.clear()
+        for p in self._ordered:
+            self._allreduce_delay[p] = self.backward_passes_per_step
+        drain(exchanges)
+        for p, exchange in zip(self._ordered, exchanges):
+            if p.grad.is_sparse:
+                p.grad.zero_().add_(exchange.grad if exchange.grad.is_sparse else exchange.grad.to_sparse())
+        if self._ordered:
+            self._reducer.stats.steps += 1
+        self._synchronized = True
+
+    zero_grad = _zero_grad
+
+    def compression_stats(self):
+        """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`."""
+        return self._reducer.stats.as_dict()
+
+    def compression_state_dict(self):
+        """This worker's compression state (residuals and step counts), for a checkpoint a worker.
+
+        It holds tensors, numbers and strings only, so ``torch.load(weights_only=True)`` reads it.
+        """
+        return self._reducer.state_dict()
+
+    def load_compression_state_dict(self, state):
+        """Take up the state that :meth:`compression_state_dict` returned on the same worker."""
+        self._reducer.load_state_dict(state)

@@ -1,0 +1,305 @@
+"""The compression state of an optimizer's parameters, and one gradient's way through memory, encode, exchange and decode."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Average, ProcessSet, Sum
+
+from hvd_quant import exchange, wire
+from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.exchange.stats import Stats
+from hvd_quant.ops import torch as ops
+
+_log = logging.getLogger("hvd_quant")
+
+_REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclasses.dataclass
+class Slot:
+    """What is kept for one parameter: its compressor, its fp32 state, and the number of exchanges so far."""
+
+    compressor: Compressor
+    info: TensorInfo
+    state: dict[str, torch.Tensor]
+    step: int = 0
+
+
+class Reducer:
+    """Starts exchanges for named gradients and owns their state.
+
+    Arguments:
+        named_parameters: (name, parameter) pairs, in the same order on all workers.
+        select: from a name to its compressor.
+        op: Average or Sum.
+        predivide: Horovod's gradient_predivide_factor, for dense gradients.
+        process_set: the workers to reduce over.
+
+    Raises:
+        TypeError: for a parameter that is not real floating point.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], select: Callable[[str], Compressor],
+                 op: int, predivide: float, process_set: ProcessSet) -> None:
+        self.op, self.predivide, self.process_set, self.stats = op, predivide, process_set, Stats()
+        self._slots: dict[str, Slot] = {}
+        self._warned: set[str] = set()
+        for name, p in named_parameters:
+            compressor = select(name)
+            if p.dtype not in _REAL:
+                raise TypeError(f"parameter {name} is {p.dtype}; gradients of {', '.join(map(str, _REAL))} can be reduced: "
+                                "leave it out of the optimizer, or use compression='none'")
+            info = TensorInfo.whole(name, p.shape, rank=process_set.rank(), world=process_set.size())
+            later = dataclasses.replace(info, step=compressor.warmup)
+            compressed = exchange.choose(compressor, later) != "dense"
+            shapes = compressor.state_shapes(info) if compressed else {}
+            state = {key: torch.zeros(shape, device=p.device) for key, shape in shapes.items()}
+            self._slots[name] = Slot(compressor, info, state)
+
+    def start(self, name: str, grad: torch.Tensor) -> Exchange:
+        """Start reducing a dense gradient; ``finish()`` of what this returns leaves the result in ``grad``."""
+        kind = {"dense": Dense, "allreduce": AllReduce, "allgather": AllGather}[self.route(name)]
+        slot, info = self._advance(name)
+        return kind(self, slot, info, grad)
+
+    def route(self, name: str) -> str:
+        """The exchange that the next gradient of ``name`` takes."""
+        slot = self._slots[name]
+        return exchange.choose(slot.compressor, dataclasses.replace(slot.info, step=slot.step))
+
+    def skip(self, name: str) -> None:
+        """Leave one gradient to somebody else's exchange."""
+        self._advance(name)
+
+    def _advance(self, name: str) -> tuple[Slot, TensorInfo]:
+        slot = self._slots[name]
+        info = dataclasses.replace(slot.info, step=slot.step)
+        slot.step += 1
+        return slot, info
+
+    def start_sparse(self, name: str, grad: torch.Tensor) -> Exchange:
+        """Start reducing a sparse gradient, which is not compressed."""
+        slot, info = self._advance(name)
+        if slot.compressor.name != "none" and name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
+                          "compress it as a dense one", stacklevel=2)
+        return Sparse(self, slot, info, grad)
+
+    @staticmethod
+    def empty_state_dict() -> dict[str, Any]:
+        return {"version": 1, "world": 1, "rank": 0, "tensors": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and step counts by parameter name, and whose they are."""
+        tensors = {name: {"compressor": slot.compressor.spec, "step": slot.step,
+                          "state": {key: value.clone() for key, value in slot.state.items()}}
+                   for name, slot in self._slots.items()}
+        return {"version": 1, "world": self.process_set.size(), "rank": self.process_set.rank(), "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
+
+        Raises:
+            ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
+        """
+        whose = (self.process_set.rank(), self.process_set.size())
+        if state.get("version") != 1 or (state.get("rank"), state.get("world")) != whose:
+            raise ValueError(
+                f"the compression state is of worker {state.get('rank')} of {state.get('world')}, format "
+                f"{state.get('version')}; this is worker {whose[0]} of {whose[1]} and reads format 1: each worker has to "
+                "save and load its own")
+        for name, slot in self._slots.items():
+            saved = state["tensors"].get(name, {"step": 0, "state": {}})
+            slot.step = saved["step"]
+            for key, value in slot.state.items():
+                old = saved["state"].get(key)
+                if old is not None and old.shape == value.shape:
+                    value.copy_(old)
+                else:
+                    _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s",
+                                 key, name, "none" if old is None else f"shape {tuple(old.shape)}", tuple(value.shape))
+                    value.zero_()
+
+
+def drain(exchanges: list[Exchange]) -> None:
+    """Finish exchanges in order; after an error only wait for the others, so that none stays in flight, then raise it."""
+    failure: Exception | None = None
+    for one in exchanges:
+        try:
+            if failure is None:
+                one.finish()
+            else:
+                one.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+class Exchange:
+    """One gradient on its way. Making it starts a collective, named after the parameter, and does not wait.
+
+    Attributes:
+        grad: the gradient; after :meth:`finish`, the reduced one, in the same memory.
+    """
+
+    def __init__(self, reducer: Reducer, slot: Slot, info: TensorInfo, grad: torch.Tensor) -> None:
+        self._reducer, self._slot, self._info, self.grad = reducer, slot, info, grad
+        self._handle: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the collective in flight and return its result."""
+        with self._reducer.stats.timed("wait"):
+            result = mpi_ops.synchronize(self._handle)
+        if result is None:
+            raise mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset")
+        return result
+
+    def finish(self) -> None:
+        """Wait and write the reduced gradient into ``grad``."""
+        raise NotImplementedError
+
+    def _allreduce(self, tensor: torch.Tensor, name: str, op: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        self._handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, prescale_factor=prescale,
+                                                postscale_factor=postscale, process_set=self._reducer.process_set)
+
+    def _count(self, kind: str, payload: int) -> None:
+        self._reducer.stats.count(self._info.name, kind, self._info.numel, payload, self._info.world)
+
+    def _flatten(self) -> torch.Tensor:
+        """The gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy."""
+        return self.grad.detach().contiguous().view(-1).float()
+
+    def _land(self, flat: torch.Tensor) -> None:
+        """Bring a flat vector made by :meth:`_flatten` back into the gradient."""
+        if flat.data_ptr() == self.grad.data_ptr():
+            return
+        flat = flat.view(self.grad.shape)
+        if any(stride == 0 and length > 1 for stride, length in zip(self.grad.stride(), self.grad.shape)):
+            self.grad.set_(flat.to(self.grad.dtype))  # entries that share memory can't take different values
+        else:
+            self.grad.copy_(flat)
+
+
+class Dense(Exchange):
+    """Horovod's allreduce of the gradient as it is."""
+
+    def _start(self) -> None:
+        # Horovod can't reduce bf16 nor what isn't contiguous; fp32 holds the sums of bf16.
+        tensor = self.grad.detach().contiguous()
+        self._sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        predivide = self._reducer.predivide
+        self._allreduce(self._sent, self._info.name, self._reducer.op, 1 / predivide, predivide)
+        self._count("dense", self._sent.numel() * self._sent.element_size())
+
+    def finish(self) -> None:
+        self.wait()
+        self._land(self._sent.view(-1))
+
+
+class Sparse(Exchange):
+    """Horovod's exchange of a sparse gradient: an allgather of its indices and one of its values."""
+
+    def _start(self) -> None:
+        self._finish = mpi_ops.sparse_allreduce_async(self.grad, self._info.name, self._reducer.op,
+                                                      self._reducer.process_set)
+        parts = self.grad._indices(), self.grad._values()
+        self._count("sparse", sum(t.numel() * t.element_size() for t in parts))
+
+    def wait(self) -> torch.Tensor:
+        with self._reducer.stats.timed("wait"):
+            return self._finish()
+
+    def finish(self) -> None:
+        self.grad = self.wait()
+
+
+class AllReduce(Exchange):
+    """A linear code: what it yields is summed by Horovod's allreduce, round by round."""
+
+    def _start(self) -> None:
+        self._flat = self._flatten()
+        self._rounds = self._slot.compressor.rounds(ops, self._flat, self._slot.state, self._info, self._flat)
+        self._round = 0
+        self._send(None)
+
+    def _send(self, total: torch.Tensor | None) -> bool:
+        """Hand the last round's sum to the code and send what it yields; whether there was anything."""
+        try:
+            with self._reducer.stats.timed("encode" if total is None else "decode"):
+                tensor = self._rounds.send(total)
+        except StopIteration:
+            return False
+        self._allreduce(tensor, f"hvd_quant.{self._info.name}.{self._round}", Sum)
+        self._count("allreduce", tensor.numel() * tensor.element_size())
+        self._round += 1
+        return True
+
+    def finish(self) -> None:
+        while self._send(self.wait()):
+            pass
+        if self._reducer.op == Sum:
+            self._flat.mul_(self._info.world)
+        self._land(self._flat)
+
+
+class AllGather(Exchange):
+    """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
+
+    def _start(self) -> None:
+        with self._reducer.stats.timed("encode"):
+            self._flat = self._flatten()
+            self._payload, self._error = self._encode()
+        self._handle = mpi_ops.allgather_async(self._payload, name=f"hvd_quant.{self._info.name}",
+                                               process_set=self._reducer.process_set)
+        self._count("allgather", self._payload.numel())
+
+    def _encode(self) -> tuple[torch.Tensor, Exception | None]:
+        """The payload; a worker that can't make one sends the reason, so that the others don't wait for it."""
+        compressor, state = self._slot.compressor, self._slot.state
+        try:
+            params = compressor.measure(ops, self._flat, state, self._info)
+            payload = compressor.encode(ops, self._flat, state, params, self._info)
+            if not (isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1):
+                raise TypeError(f"{compressor.name}.encode returned {_kind(payload)}, expected a 1-D uint8 tensor")
+            return payload.contiguous(), None
+        except Exception as error:
+            reason = f"{self._info.name}: {type(error).__name__}: {error}"
+            payload = wire.failure(compressor.name, self._info.numel, self._info.rank, reason)
+            return torch.from_numpy(payload).to(self._flat.device), error
+
+    def finish(self) -> None:
+        gathered = self.wait()
+        with self._reducer.stats.timed("decode"):
+            try:
+                self._decode(wire.split(gathered, self._info.world, self._payload.numel()))
+            except wire.PayloadError as error:
+                raise wire.PayloadError(f"{self._info.name}: {error}") from self._error
+            self._land(self._flat)
+
+    def _decode(self, payloads: list[torch.Tensor]) -> None:
+        compressor, state, info = self._slot.compressor, self._slot.state, self._info
+        if self._error is None and any(wire.is_nonfinite(payload) for payload in payloads):
+            # The step is void for this tensor: nothing was sent, so nothing may leave the residual.
+            compressor.undo(ops, self._flat, state, self._payload, info)
+            self._reducer.stats.void_tensors += 1
+        if self._reducer.op == Average:
+            compressor.decode_mean(ops, payloads, info, self._flat)
+        else:
+            compressor.decode_sum(ops, payloads, info, self._flat)
+
+
+def _kind(x: Any) -> str:
+    return f"a {x.dim()}-D {x.dtype} tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
