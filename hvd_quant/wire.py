@@ -135,9 +135,9 @@ def check(payload: Any, codec: str, numel: int, body_bytes: int) -> int:
     return header.flags
 
 
-def is_nonfinite(payload: Any) -> bool:
-    """Whether the header says that a non-finite value was met; the payload may be damaged."""
-    return payload.shape[0] >= HEADER_BYTES and bool(int(payload[3]) & NONFINITE)
+def flags(payload: Any) -> int:
+    """The flags in the header of a payload that was not checked yet."""
+    return int(payload[3]) if payload.shape[0] >= HEADER_BYTES else 0
 
 
 def host_bytes(array: Any) -> bytes:

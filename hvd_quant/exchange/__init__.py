@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo
 
 MPI_COUNT_LIMIT = 2**31
@@ -16,16 +17,17 @@ def choose(compressor: Compressor, info: TensorInfo) -> str:
     Raises:
         ValueError: if the gathered payloads would not fit into the 32-bit counts of MPI's allgather.
     """
-    if compressor.name == "none" and compressor.exchange == "auto":
-        return "dense"
+    exchange = compressor.exchange
+    if exchange == "auto":
+        if compressor.name == "none":
+            return "dense"
+        exchange = "allreduce" if compressor.linear else "allgather"
     if info.step < compressor.warmup or info.numel < compressor.min_numel:
         return "dense"
     payload = compressor.payload_bytes(info)
-    if payload >= 4 * info.numel and compressor.name != "none":
+    travelling = payload - wire.HEADER_BYTES if exchange == "allreduce" else payload
+    if travelling >= 4 * info.numel and compressor.name != "none":
         return "dense"
-    exchange = compressor.exchange
-    if exchange == "auto":
-        exchange = "allreduce" if compressor.linear else "allgather"
     if exchange == "allgather" and payload * info.world >= MPI_COUNT_LIMIT:
         raise ValueError(
             f"{info.name}: payloads of {payload} bytes from {info.world} workers are more than the 2^31 bytes that an "

@@ -264,6 +264,11 @@ def _hash(step: int) -> int:
     return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
 
+def _start(numel: int, step: int) -> int:
+    """The unit at which a step's scan starts: that of a block which is any of the tensor's with the same chance."""
+    return (_hash(step) * -(-numel // BLOCK) >> 32) // (UNIT // BLOCK)
+
+
 def sample(grad: Array, residual: Array | None, step: int) -> Array:
     """The sampled entries of v: one of each stretch of N/S entries, at a place that changes with the step."""
     xp = array_namespace(grad)
@@ -350,14 +355,29 @@ def _select(v: Array, candidates: Array, slots: int, step: int) -> Array:
     """Of the candidates, the first ``slots`` in the step's cyclic order, at most 255 a block."""
     xp = array_namespace(v)
     numel, h = size(v), _hash(step)
-    shift = (-(h * units_of(numel) >> 32), -(h >> 8 & 63), -(h & 255))
-    cube = xp.reshape(_rows(candidates, UNIT), (units_of(numel), UNIT // BLOCK, BLOCK))
-    cube = xp.astype(xp.roll(cube, shift, axis=(0, 1, 2)), xp.int64)
-    cube = xp.where(xp.cumulative_sum(cube, axis=2) <= 255, cube, xp.zeros_like(cube))
-    line = xp.reshape(cube, (-1,))
-    line = (line > 0) & (xp.cumulative_sum(line) <= slots)
-    cube = xp.roll(xp.reshape(line, cube.shape), tuple(-s for s in shift), axis=(0, 1, 2))
-    return xp.reshape(cube, (-1,))[:numel]
+    units = units_of(numel)
+    cube = xp.astype(xp.reshape(_rows(candidates, UNIT), (units, UNIT // BLOCK, BLOCK)), xp.int64)
+    # entries that each block has, and blocks that each unit has: fewer only at the tensor's end
+    first = xp.arange(units * (UNIT // BLOCK), dtype=xp.int64, device=device(v)) * BLOCK
+    entries = xp.reshape(xp.clip(numel - first, 0, BLOCK), (units, UNIT // BLOCK, 1))
+    blocks = xp.sum(xp.astype(entries > 0, xp.int64), axis=1)
+    in_block = _cyclic_sum(cube, (h & 255) * entries >> 8)
+    cube = xp.where(in_block <= 255, cube, xp.zeros_like(cube))
+    block_totals = xp.sum(cube, axis=2)
+    in_unit = _cyclic_sum(block_totals, (h >> 8 & 63) * blocks >> 6)
+    unit_totals = xp.sum(block_totals, axis=1)
+    in_tensor = _cyclic_sum(unit_totals, _start(numel, step))
+    rank = in_block + (in_unit - block_totals)[:, :, None] + (in_tensor - unit_totals)[:, None, None]
+    return xp.reshape((cube > 0) & (rank <= slots), (-1,))[:numel]
+
+
+def _cyclic_sum(x: Array, first: Array | int) -> Array:
+    """Cumulative sums along the last axis in cyclic order from position ``first`` on, [..., 1] or one for all."""
+    xp = array_namespace(x)
+    place = xp.arange(x.shape[-1], dtype=xp.int64, device=device(x))
+    before = xp.sum(xp.where(place < first, x, xp.zeros_like(x)), axis=-1, keepdims=True)
+    after = xp.sum(x, axis=-1, keepdims=True) - before
+    return xp.cumulative_sum(x, axis=-1) + xp.where(place < first, after, -before)
 
 
 def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Array, levels: Array,
@@ -367,7 +387,7 @@ def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Ar
     numel = size(v)
     if residual is not None:
         residual[:] = xp.where(kept, v - decoded, v)
-    start = _hash(step) * units_of(numel) >> 32
+    start = _start(numel, step)
     counts = xp.sum(xp.astype(_rows(kept, BLOCK), xp.int32), axis=1)
     index = xp.roll(xp.arange(numel, dtype=xp.int64, device=device(v)), -start * UNIT)
     kept = xp.roll(kept, -start * UNIT)

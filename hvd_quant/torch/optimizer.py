@@ -12,17 +12,18 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.registry import Compression, selector
+from hvd_quant.registry import get_compressor, selector
 from hvd_quant.torch.reducer import Reducer, drain
 from hvd_quant.torch.stock import Bound
 
 _Stock = horovod_optimizer._DistributedOptimizer
+_NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
 
 
 def DistributedOptimizer(
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        compression: Compressor | str | Mapping[str, Any] | Any = Compression().none,
+        compression: Compressor | str | Mapping[str, Any] | Any = _NONE,
         backward_passes_per_step: int = 1,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
@@ -55,21 +56,16 @@ def DistributedOptimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS can't be distributed: its closure may run a different number of times on each worker, so "
                          "their exchanges would not pair up; use another optimizer")
-    if isinstance(compression, Bound):
-        compression = compression.compressor
-    if not _is_horovods(compression):
-        select = selector(compression)
-        plain = isinstance(compression, Compressor | str | type) and select("").name == "none"
-        if op == Adasum and not (plain or select("") == Compression().fp16) or op == Adasum and isinstance(compression, Mapping):
-            raise ValueError(f"op=Adasum can't be combined with compression={_describe(compression)}: Adasum needs the gradients "
-                             "themselves; use 'none' or 'fp16', or op=Average")
-        if not plain and op not in (Average, Sum) and op != Adasum:
-            raise ValueError(f"op={op!r} can't be combined with compression={_describe(compression)}; give Average or Sum")
-        if plain or op == Adasum:
-            compression = select("")
-        else:
-            return _compressed(optimizer, named_parameters, select, backward_passes_per_step, op,
-                               gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
+    compression = _resolve(compression)
+    uncompressed = compression == _NONE or not isinstance(compression, Compressor | Mapping)
+    if op == Adasum and not uncompressed and compression != _FP16:
+        raise ValueError(f"op=Adasum can't be combined with compression={_spec(compression)}: Adasum needs the gradients "
+                         "themselves; use 'none' or 'fp16', or op=Average")
+    if not uncompressed and op != Adasum:
+        if op not in (Average, Sum):
+            raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")
+        return _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
+                           gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
         optimizer, named_parameters, counted, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups,
@@ -77,24 +73,30 @@ def DistributedOptimizer(
     cls = type(wrapped)  # made by this very call
     cls.zero_grad = _zero_grad
     cls.compression_stats = lambda self: counted.stats.as_dict()
-    cls.compression_state_dict = lambda self: Reducer.empty_state_dict()
-    cls.load_compression_state_dict = lambda self, state: None
+    stateless = Reducer([], selector("none"), Average, 1.0, process_set)
+    cls.compression_state_dict = lambda self: stateless.state_dict()
+    cls.load_compression_state_dict = lambda self, state: stateless.load_state_dict(state)
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
     return wrapped
 
 
-def _is_horovods(compression: Any) -> bool:
-    if isinstance(compression, Compressor | str | Mapping) or isinstance(compression, type) and issubclass(compression, Compressor):
-        return False
+def _resolve(compression: Any) -> Compressor | Mapping[str, Any] | Any:
+    """A compressor, a mapping from patterns, or an object in Horovod's style."""
+    if isinstance(compression, Bound):
+        return compression.compressor
+    if isinstance(compression, str) or isinstance(compression, type) and issubclass(compression, Compressor):
+        return get_compressor(compression)
+    if isinstance(compression, Compressor | Mapping):
+        return compression
     if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
-        return True
+        return compression
     raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a "
                     "spec string such as 'topk:ratio=0.01', a mapping from patterns of parameter names to these, or an "
                     "object with compress and decompress")
 
 
-def _describe(compression: Any) -> str:
+def _spec(compression: Compressor | Mapping[str, Any]) -> str:
     return compression.spec if isinstance(compression, Compressor) else repr(compression)
 
 
@@ -153,6 +155,12 @@ def _zero_grad(self, set_to_none: bool = True) -> None:
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
 
+def _no_rows(p: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """A sparse zero gradient of the layout that ``p`` has had before, so that it pairs with other workers'."""
+    return torch.sparse_coo_tensor(torch.zeros((sparse_dim, 0), dtype=torch.int64, device=p.device),
+                                   torch.zeros((0, *p.shape[sparse_dim:]), dtype=p.dtype, device=p.device), p.shape)
+
+
 class _Compressed:
     """What differs from Horovod's _DistributedOptimizer, whose other methods a distributed optimizer's class has too."""
 
@@ -166,7 +174,7 @@ class _Compressed:
         self._ordered = [p for group in self.param_groups for p in group["params"] if p in self._requires_update]
         self._reducer = Reducer([(self._parameter_names[p], p) for p in self._ordered], select, op,
                                 gradient_predivide_factor, process_set)
-        self._was_sparse = set()
+        self._sparse_dims = {}  # of parameters that have had a sparse gradient
 
     def _make_hook(self, p):
         def hook(*ignore):
@@ -189,11 +197,10 @@ class _Compressed:
         """Start the exchange of a parameter's gradient; None counts as zero, since another worker may have one."""
         name = self._parameter_names[p]
         if p.grad is None:
-            p.grad = torch.sparse_coo_tensor(size=p.shape, dtype=p.dtype, device=p.device) \
-                if p in self._was_sparse else torch.zeros_like(p)
+            p.grad = _no_rows(p, self._sparse_dims[p]) if p in self._sparse_dims else torch.zeros_like(p)
         if not p.grad.is_sparse:
             return self._reducer.start(name, p.grad)
-        self._was_sparse.add(p)
+        self._sparse_dims[p] = p.grad.sparse_dim()
         if self.sparse_as_dense:
             return self._reducer.start(name, p.grad.to_dense())
         return self._reducer.start_sparse(name, p.grad)

@@ -93,10 +93,6 @@ class Reducer:
                           "compress it as a dense one", stacklevel=2)
         return Sparse(self, slot, info, grad)
 
-    @staticmethod
-    def empty_state_dict() -> dict[str, Any]:
-        return {"version": 1, "world": 1, "rank": 0, "tensors": {}}
-
     def state_dict(self) -> dict[str, Any]:
         """Residuals and step counts by parameter name, and whose they are."""
         tensors = {name: {"compressor": slot.compressor.spec, "step": slot.step,
@@ -291,7 +287,11 @@ class AllGather(Exchange):
 
     def _decode(self, payloads: list[torch.Tensor]) -> None:
         compressor, state, info = self._slot.compressor, self._slot.state, self._info
-        if self._error is None and any(wire.is_nonfinite(payload) for payload in payloads):
+        flags = [wire.flags(payload) for payload in payloads]
+        for flag, payload in zip(flags, payloads):
+            if flag & wire.FAILED:
+                wire.check(payload, compressor.name, info.numel, 0)  # raises the reason
+        if self._error is None and any(flag & wire.NONFINITE for flag in flags):
             # The step is void for this tensor: nothing was sent, so nothing may leave the residual.
             compressor.undo(ops, self._flat, state, self._payload, info)
             self._reducer.stats.void_tensors += 1

@@ -1,0 +1,257 @@
+"""What every compressor has to keep, on every backend that is installed."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from hvd_quant import Compressor, TensorInfo, exchange, get_compressor, wire
+from hvd_quant.ops import generic
+from tests.conftest import CODECS, ERROR_FEEDBACK
+
+BACKENDS = {"generic": (generic, np.array)}
+try:
+    import torch
+
+    from hvd_quant.ops import torch as torch_ops
+
+    BACKENDS["torch"] = (torch_ops, lambda x: torch.from_numpy(np.array(x)))
+except ImportError:
+    pass
+
+SIZES = [0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 5000, 40_000]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return BACKENDS[request.param]
+
+
+def every(codecs):
+    return pytest.mark.parametrize("compressor", codecs.values(), ids=list(codecs))
+
+
+class Worker:
+    """One worker's state and steps, without a network."""
+
+    def __init__(self, compressor, backend, numel, rank=0, world=1):
+        self.compressor, (self.ops, self.array) = compressor, backend
+        self.info = TensorInfo.whole("w", (numel,), rank=rank, world=world)
+        self.state = {k: self.array(np.zeros(s, np.float32)) for k, s in compressor.state_shapes(self.info).items()}
+
+    def encode(self, g):
+        g = self.array(g)
+        params = self.compressor.measure(self.ops, g, self.state, self.info)
+        payload = self.compressor.encode(self.ops, g, self.state, params, self.info)
+        self.info = dataclasses.replace(self.info, step=self.info.step + 1)
+        return payload
+
+    def decode(self, *payloads, out=None):
+        return np.asarray(self.compressor.decode_sum(self.ops, list(payloads), self.info, out))
+
+    @property
+    def residual(self):
+        return np.asarray(self.state["residual"]) if self.state else 0
+
+
+def normal(numel, seed=0):
+    return np.random.default_rng(seed).normal(size=numel).astype(np.float32)
+
+
+def special(numel):
+    x = normal(numel)
+    return {"normal": x, "zero": x * 0, "negative zero": np.full(numel, -0.0, np.float32), "equal": x * 0 + 0.25,
+            "one sign": -np.abs(x), "subnormal": np.full(numel, 1e-42, np.float32), "tiny": x * 1e-7,
+            "huge": np.sign(x) * np.float32(2e38), "sparse": np.where(np.arange(numel) % 97 == 0, x, 0)}
+
+
+@every(CODECS)
+@pytest.mark.parametrize("numel", SIZES)
+def test_payload_has_the_stated_size_at_every_step(compressor, backend, numel):
+    worker = Worker(compressor, backend, numel)
+    sizes = {int(worker.encode(normal(numel, step)).shape[0]) for step in range(3)}
+    assert sizes == {compressor.payload_bytes(worker.info)}
+
+
+@every(ERROR_FEEDBACK)
+@pytest.mark.parametrize("numel", SIZES)
+def test_nothing_is_lost(compressor, backend, numel):
+    worker = Worker(compressor, backend, numel)
+    given, sent = np.zeros(numel), np.zeros(numel)
+    for step in range(8):
+        g = normal(numel, step)
+        sent += worker.decode(worker.encode(g))
+        given += g
+    np.testing.assert_allclose(sent + worker.residual, given, atol=2e-5)
+
+
+@every(CODECS)
+@pytest.mark.parametrize("kind", special(1))
+def test_special_values(compressor, backend, kind):
+    g = special(5000)[kind]
+    worker = Worker(compressor, backend, g.size)
+    total = np.zeros(g.size)
+    with np.errstate(over="ignore"):
+        for _ in range(3):
+            payload = worker.encode(g)
+            if wire.flags(payload) & wire.NONFINITE:
+                assert kind == "huge"
+                return
+            total += worker.decode(payload)
+    if compressor in ERROR_FEEDBACK.values():
+        np.testing.assert_allclose(total + worker.residual, 3 * g.astype(np.float64), rtol=0, atol=1e-6 * abs(g).max() + 1e-44)
+    if kind in ("zero", "negative zero"):
+        assert (total == 0).all()
+
+
+@every(CODECS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_nonfinite_values_are_seen_by_all_and_leave_no_trace(compressor, backend, bad):
+    sick, well = Worker(compressor, backend, 5000), Worker(compressor, backend, 5000)
+    for worker in (sick, well):
+        worker.encode(normal(5000))
+    before = np.array(sick.residual), np.array(well.residual)
+    g = normal(5000, 1)
+    g[[0, 77, 4999]] = bad
+    payloads = sick.encode(g), well.encode(normal(5000, 2))
+    assert wire.flags(payloads[0]) & wire.NONFINITE and not wire.flags(payloads[1]) & wire.NONFINITE
+    assert np.isnan(sick.decode(*payloads)).all() and np.isnan(well.decode(*payloads[::-1])).all()
+    assert np.isfinite(sick.residual).all()
+    sick.compressor.undo(sick.ops, sick.array(g), sick.state, payloads[0], sick.info)
+    well.compressor.undo(well.ops, well.array(normal(5000, 2)), well.state, payloads[1], well.info)
+    np.testing.assert_allclose(sick.residual, before[0], atol=1e-6)
+    np.testing.assert_allclose(well.residual, before[1], atol=1e-6)
+
+
+@every(CODECS)
+def test_a_sum_that_overflows_into_the_residual_is_flagged(compressor, backend):
+    if not compressor.state_shapes(TensorInfo.whole("w", (300,))):
+        pytest.skip("keeps no residual")
+    worker = Worker(compressor, backend, 300)
+    worker.state["residual"][:] = 3e38
+    assert wire.flags(worker.encode(np.full(300, 3e38, np.float32))) & wire.NONFINITE
+    assert np.isfinite(worker.residual).all()
+
+
+@every(CODECS)
+@pytest.mark.parametrize("numel", SIZES)
+def test_decoding_adds_in_order_and_writes_in_place(compressor, backend, numel):
+    workers = [Worker(compressor, backend, numel) for _ in range(3)]
+    payloads = [w.encode(normal(numel, i)) for i, w in enumerate(workers)]
+    expected = np.zeros(numel, np.float32)
+    for w, p in zip(workers, payloads):
+        expected += w.decode(p)
+    out = workers[0].array(np.full(numel, 7, np.float32))
+    np.testing.assert_array_equal(workers[0].decode(*payloads, out=out), expected)
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    mean = compressor.decode_mean(workers[0].ops, payloads, workers[0].info, out)
+    np.testing.assert_array_equal(np.asarray(mean), expected * np.float32(1 / 3))
+
+
+@every(ERROR_FEEDBACK)
+def test_ranges_are_encoded_separately(compressor, backend):
+    numel, cut = 40_000, compressor.range_multiple * (20_000 // compressor.range_multiple)
+    whole = Worker(compressor, backend, numel)
+    g = whole.array(normal(numel))
+    params = compressor.measure(whole.ops, g, whole.state, whole.info)
+    decoded = []
+    for start, stop in ((0, cut), (cut, numel)):
+        info = whole.info.part(start, stop)
+        state = {k: v[start:stop] for k, v in whole.state.items()}
+        payload = compressor.encode(whole.ops, g[start:stop], state, params, info)
+        decoded.append(np.asarray(compressor.decode_sum(whole.ops, [payload], info)))
+    np.testing.assert_allclose(np.concatenate(decoded) + whole.residual, normal(numel), atol=1e-6)
+
+
+@every({s: c for s, c in CODECS.items() if c in ERROR_FEEDBACK.values()})
+def test_without_memory_the_first_step_is_the_same_and_nothing_is_kept(compressor, backend):
+    forgetful = dataclasses.replace(compressor, memory="none")
+    assert forgetful.state_shapes(TensorInfo.whole("w", (5000,))) == {} and not forgetful.stateful
+    keeping, worker = Worker(compressor, backend, 5000), Worker(forgetful, backend, 5000)
+    g = normal(5000)
+    np.testing.assert_array_equal(worker.decode(worker.encode(g)), keeping.decode(keeping.encode(g)))
+    worker.info = dataclasses.replace(worker.info, step=0)
+    np.testing.assert_array_equal(worker.decode(worker.encode(g)), worker.decode(Worker(forgetful, backend, 5000).encode(g)))
+
+
+@every(CODECS)
+def test_the_gradient_is_not_modified(compressor, backend):
+    worker = Worker(compressor, backend, 5000)
+    g = worker.array(normal(5000))
+    params = compressor.measure(worker.ops, g, worker.state, worker.info)
+    compressor.encode(worker.ops, g, worker.state, params, worker.info)
+    np.testing.assert_array_equal(np.asarray(g), normal(5000))
+
+
+@every(CODECS)
+def test_payloads_of_other_settings_are_refused(compressor, backend):
+    worker = Worker(compressor, backend, 5000)
+    payload = worker.encode(normal(5000))
+    for other in CODECS.values():
+        stranger = Worker(other, backend, 5000)
+        if other.name != compressor.name or other.payload_bytes(worker.info) != compressor.payload_bytes(worker.info):
+            with pytest.raises(wire.PayloadError, match="use the same compression"):
+                stranger.decode(payload)
+    with pytest.raises(wire.PayloadError, match="holds 5000 entries, expected 4999"):
+        Worker(compressor, backend, 4999).decode(payload)
+    with pytest.raises(wire.PayloadError, match="worker 1 failed to encode its gradient: no memory"):
+        failed = wire.failure(compressor.name, 5000, 1, "no memory")
+        worker.decode(payload, failed if backend[0] is generic else worker.array(failed))
+
+
+def info(numel, **known):
+    return TensorInfo.whole("w", (numel,), **known)
+
+
+def test_choice_of_exchange():
+    choose = exchange.choose
+    assert choose(get_compressor("none"), info(10**6)) == "dense"
+    assert choose(get_compressor("fp16"), info(10)) == "allreduce"
+    assert choose(get_compressor("bf16"), info(10**6)) == "allgather"
+    assert choose(get_compressor("fp16:exchange=allgather"), info(10**6)) == "allgather"
+    assert choose(get_compressor("none:exchange=allgather"), info(10**6)) == "allgather"
+    assert choose(get_compressor("topk"), info(10**6)) == "allgather"
+    assert choose(get_compressor("topk"), info(4095)) == "dense"
+    assert choose(get_compressor("topk:min_numel=0"), info(4095)) == "allgather"
+    assert choose(get_compressor("topk:min_numel=0"), info(8)) == "dense"  # the payload would be larger
+    assert choose(get_compressor("topk:min_numel=0"), info(0)) == "dense"
+    assert choose(get_compressor("topk:warmup=5"), info(10**6, step=4)) == "dense"
+    assert choose(get_compressor("topk:warmup=5"), info(10**6, step=5)) == "allgather"
+
+
+def test_an_allgather_beyond_mpis_counts_is_refused():
+    with pytest.raises(ValueError, match=r"w: payloads of \d+ bytes from 128 workers are more than the 2\^31 bytes"):
+        exchange.choose(get_compressor("bf16"), info(2**24, world=128))
+    assert exchange.choose(get_compressor("onebit"), info(2**24, world=128)) == "allgather"
+
+
+def test_sent_bytes():
+    assert exchange.sent_bytes("allreduce", 100, 2) == exchange.sent_bytes("allgather", 100, 2) == 100
+    assert exchange.sent_bytes("allreduce", 100, 4) == 150
+    assert exchange.sent_bytes("allgather", 100, 4) == 300
+    assert exchange.sent_bytes("allgather", 100, 1) == exchange.sent_bytes("dense", 100, 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign(Compressor):
+    """A user's own: the sign and one mean |v| a tensor, in array operations."""
+
+    name = "sign"
+
+    def payload_bytes(self, info):
+        return wire.HEADER_BYTES + wire.padded(4 + -(-info.numel // 8))
+
+    def encode(self, ops, grad, state, params, info):
+        v, finite = ops.accumulate(grad, state["residual"])
+        scale = abs(v).mean()
+        state["residual"][:] = v - scale * (2.0 * (v >= 0) - 1)
+        return ops.pack(self.name, info.numel, finite, scale.reshape(1), ops.pack_bits(v >= 0))
+
+    def decode_sum(self, ops, payloads, info, out=None):
+        total = 0
+        for payload in payloads:
+            body, finite = ops.unpack(payload, self.name, info.numel, self.payload_bytes(info) - wire.HEADER_BYTES)
+            scale = body[:4].view(ops.float32)
+            total = total + scale * (2.0 * ops.unpack_bits(body[4:4 + -(-info.numel // 8)], info.numel) - 1)
+        return total
