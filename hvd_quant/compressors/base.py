@@ -59,7 +59,7 @@ class Compressor:
     """How gradients travel: what is kept between steps, what is sent, and how it is exchanged.
 
     A compressor is a frozen dataclass; its fields are its knobs. A new one needs ``name``, :meth:`payload_bytes`,
-    :meth:`encode` and :meth:`decode_sum`; the rest has defaults. ``grad`` and state are flat fp32 vectors, payloads flat
+    :meth:`encode` and :meth:`decode`; the rest has defaults. ``grad`` and state are flat fp32 vectors, payloads flat
     uint8 ones, and ``ops`` is one of ``hvd_quant.ops.{generic, torch, tensorflow}``, which share all their names.
 
     Arguments:
@@ -149,7 +149,15 @@ class Compressor:
         Raises:
             hvd_quant.wire.PayloadError: for a payload that is damaged, foreign, or says that its worker failed.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement decode_sum")
+        out = ops.new_vector(info.numel, payloads[0]) if out is None else out
+        return ops.add_up((self.decode(ops, payload, info) for payload in payloads), out)
+
+    def decode(self, ops: Any, payload: Array, info: TensorInfo) -> tuple[Array, bool]:
+        """One payload's vector, and whether all of it was finite when it was encoded, as ``ops.unpack`` tells.
+
+        Codecs with a faster way to decode several override :meth:`decode_sum` instead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} implements neither decode nor decode_sum")
 
     def decode_mean(self, ops: Any, payloads: list[Array], info: TensorInfo, out: Array | None = None) -> Array:
         """:meth:`decode_sum` times the fp32 value of 1 / len(payloads); codecs override it where that saves a pass."""

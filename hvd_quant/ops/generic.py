@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -124,19 +125,34 @@ def _rows(x: Array, length: int) -> Array:
     return xp.reshape(xp.concat([x, padding]), (-(-size(x) // length), length))
 
 
-def _sum(terms: list[Array], finite: bool, numel: int, like: Array, out: Array | None) -> Array:
-    """Add decoded vectors in order, starting at +0, into ``out``; NaN throughout if a payload was not finite."""
-    xp = array_namespace(like)
-    if out is None:
-        out = xp.empty(numel, dtype=xp.float32, device=device(like))
+def as_floats(data: Array) -> Array:
+    """Bytes of a payload's body read as fp32."""
+    if hasattr(data, "storage_offset") and data.storage_offset() % 4:
+        data = data.clone()  # torch's view() wants aligned bytes
+    return data.view(array_namespace(data).float32)
+
+
+def add_up(terms: Iterable[tuple[Array, bool]], out: Array) -> Array:
+    """Add decoded vectors in order, starting at +0, into ``out``; NaN throughout if one of them was not finite.
+
+    Arguments:
+        terms: pairs of a vector of the length of ``out`` and whether it was finite when it was encoded.
+        out: fp32, 1-D; what it holds is overwritten.
+    """
+    out[:] = 0.0
+    finite = True
+    for term, ok in terms:
+        finite &= ok
+        with _quiet():
+            out += term
     if not finite:
         out[:] = math.nan
-        return out
-    out[:] = 0.0
-    with _quiet():
-        for term in terms:
-            out += term
     return out
+
+
+def new_vector(numel: int, like: Array) -> Array:
+    """An fp32 vector with undefined values, of the framework and device of ``like``."""
+    return array_namespace(like).empty(numel, dtype=array_namespace(like).float32, device=device(like))
 
 
 # ------------------------------------------------------------------------------------------------- none, fp16 and bf16
@@ -183,20 +199,21 @@ def widen(half: Array, out: Array) -> None:
 
 def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, out: Array | None = None) -> Array:
     """The sum of what :func:`cast_encode` made."""
-    xp = array_namespace(payloads[0])
-    terms, finite = [], True
-    for payload in payloads:
-        body, ok = unpack(payload, codec, numel, numel * (4 if dtype == "float32" else 2))
-        finite &= ok
-        if dtype == "bfloat16":
-            wide = xp.zeros((numel, 4), dtype=xp.uint8, device=device(body))
-            wide[:, 2:] = xp.reshape(body, (numel, 2))
-            value = xp.reshape(wide, (-1,)).view(xp.float32)
-        else:
-            value = xp.astype(body.view(getattr(xp, dtype)), xp.float32)
-        _require((xp.all(xp.isfinite(value)), "a value is not finite"))
-        terms.append(value)
-    return _sum(terms, finite, numel, payloads[0], out)
+    out = new_vector(numel, payloads[0]) if out is None else out
+    return add_up((_cast_decode(payload, numel, dtype, codec) for payload in payloads), out)
+
+
+def _cast_decode(payload: Array, numel: int, dtype: str, codec: str) -> tuple[Array, bool]:
+    xp = array_namespace(payload)
+    body, finite = unpack(payload, codec, numel, numel * (4 if dtype == "float32" else 2))
+    if dtype == "bfloat16":
+        wide = xp.zeros((numel, 4), dtype=xp.uint8, device=device(body))
+        wide[:, 2:] = xp.reshape(body, (numel, 2))
+        value = as_floats(xp.reshape(wide, (-1,)))
+    else:
+        value = xp.astype(body.view(getattr(xp, dtype)), xp.float32)
+    _require((xp.all(xp.isfinite(value)), "a value is not finite"))
+    return value, finite
 
 
 # -------------------------------------------------------------------------------------------------------------- onebit
@@ -239,23 +256,24 @@ def _finite_levels(levels: Array) -> tuple[Array, Array]:
 def onebit_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros: bool = False,
                       out: Array | None = None) -> Array:
     """The sum of what :func:`onebit_encode` made."""
-    xp = array_namespace(payloads[0])
-    terms, finite = [], True
+    out = new_vector(numel, payloads[0]) if out is None else out
+    return add_up((_onebit_decode(payload, numel, block_size, zeros) for payload in payloads), out)
+
+
+def _onebit_decode(payload: Array, numel: int, block_size: int, zeros: bool) -> tuple[Array, bool]:
+    xp = array_namespace(payload)
     nblocks, nbytes = -(-numel // block_size), -(-numel // 8)
-    for payload in payloads:
-        body, ok = unpack(payload, "onebit", numel, onebit_body_bytes(numel, block_size, zeros))
-        finite &= ok
-        levels = xp.reshape(body[:nblocks * 8].view(xp.float32), (-1, 2))
-        _require((xp.all(xp.isfinite(levels)), "a level is not finite"))
-        block = xp.arange(numel, dtype=xp.int64, device=device(body)) // block_size
-        up = unpack_bits(body[nblocks * 8:nblocks * 8 + nbytes], numel)
-        value = xp.where(up, levels[:, 0][block], levels[:, 1][block])
-        if zeros:
-            nonzero = unpack_bits(body[nblocks * 8 + nbytes:], numel)
-            _require((~xp.any(up & ~nonzero), "a zero has a sign"))
-            value = xp.where(nonzero, value, xp.zeros_like(value))
-        terms.append(value)
-    return _sum(terms, finite, numel, payloads[0], out)
+    body, finite = unpack(payload, "onebit", numel, onebit_body_bytes(numel, block_size, zeros))
+    levels = xp.reshape(as_floats(body[:nblocks * 8]), (nblocks, 2))
+    _require((xp.all(xp.isfinite(levels)), "a level is not finite"))
+    block = xp.arange(numel, dtype=xp.int64, device=device(body)) // block_size
+    up = unpack_bits(body[nblocks * 8:nblocks * 8 + nbytes], numel)
+    value = xp.where(up, levels[:, 0][block], levels[:, 1][block])
+    if zeros:
+        nonzero = unpack_bits(body[nblocks * 8 + nbytes:], numel)
+        _require((~xp.any(up & ~nonzero), "a zero has a sign"))
+        value = xp.where(nonzero, value, xp.zeros_like(value))
+    return value, finite
 
 
 # ---------------------------------------------------------------------------------- sparse: threshold, adaptive, topk
@@ -320,7 +338,8 @@ def threshold_encode(grad: Array, residual: Array | None, tau: float, slots: int
     xp = array_namespace(grad)
     v, finite = accumulate(grad, residual)
     kept = _select(v, (v >= tau) | (v <= -tau), slots, step)
-    levels = xp.asarray([tau, -tau], dtype=xp.float32, device=device(grad))
+    # full() fills on the device; a list would be copied there, for which a GPU makes the host wait
+    levels = xp.concat([xp.full(1, value, dtype=xp.float32, device=device(grad)) for value in (tau, -tau)])
     decoded = xp.where(v > 0, levels[0], levels[1])
     return _sparse_finish("threshold", v, finite, kept, decoded, levels, residual, slots, step)
 
@@ -407,45 +426,52 @@ def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Ar
 
 def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int, nlevels: int, values: str | None,
                        out: Array | None) -> Array:
-    xp = array_namespace(payloads[0])
-    nblocks = -(-numel // BLOCK)
-    code_bits = {None: 1, "float16": 16, "float32": 32}[values]
-    total = xp.zeros(numel + 1, dtype=xp.float32, device=device(payloads[0]))  # unused slots go to one entry more
+    out = new_vector(numel, payloads[0]) if out is None else out
+    out[:] = 0.0
     finite = True
     for payload in payloads:
-        body, ok = unpack(payload, codec, numel, sparse_body_bytes(numel, slots, nlevels, code_bits))
+        index, value, ok = _sparse_decode(codec, payload, numel, slots, nlevels, values)
         finite &= ok
-        start, kept = (int(x) % 2**32 for x in body[:8].view(xp.int32))
-        levels, rest = xp.reshape(body[8:8 + 8 * nlevels].view(xp.float32), (-1, 2)), body[8 + 8 * nlevels:]
-        counts = xp.astype(rest[:nblocks], xp.int64)
-        positions = xp.astype(rest[nblocks:nblocks + slots], xp.int64)
-        codes = rest[nblocks + slots:]
-        _require((start < max(1, units_of(numel)), "the scan starts outside the tensor"),
-                 (kept <= slots, "more entries are kept than there are slots"),
-                 (xp.sum(counts) == kept, "counts do not add up"),
-                 (xp.all(xp.isfinite(levels)), "a level is not finite"),
-                 (xp.all(positions[kept:] == 0), "an unused slot is not zero"))
-        order = xp.roll(xp.arange(nblocks, dtype=xp.int64, device=device(body)), -start * (UNIT // BLOCK))
-        ends = xp.cumulative_sum(counts[order])
-        slot = xp.arange(kept, dtype=xp.int64, device=device(body))
-        block = order[xp.searchsorted(ends, slot, side="right")]
-        index = block * BLOCK + positions[:kept]
-        _require((xp.all(index < numel), "a position lies outside the tensor"),
-                 (~xp.any((block[1:] == block[:-1]) & (index[1:] <= index[:-1])), "positions do not ascend"))
-        if values is None:
-            positive = unpack_bits(codes, slots)
-            _require((~xp.any(positive[kept:]), "an unused slot is not zero"))
-            pair = index // UNIT if nlevels > 1 else xp.zeros_like(index)
-            value = xp.where(positive[:kept], levels[:, 0][pair], levels[:, 1][pair])
-        else:
-            _require((xp.all(codes[kept * code_bits // 8:] == 0), "an unused slot is not zero"))
-            if codes.shape[0] and hasattr(codes, "storage_offset"):
-                codes = codes.clone()  # torch's view() wants aligned bytes
-            value = xp.astype(codes.view(getattr(xp, values))[:kept], xp.float32)
-            _require((xp.all(xp.isfinite(value)), "a value is not finite"))
         with _quiet():
-            total[index] += value
-    return _sum([total[:numel]], finite, numel, payloads[0], out)
+            out[index] += value
+    if not finite:
+        out[:] = math.nan
+    return out
+
+
+def _sparse_decode(codec: str, payload: Array, numel: int, slots: int, nlevels: int,
+                   values: str | None) -> tuple[Array, Array, bool]:
+    """Indices and values of the kept entries, and whether all was finite when they were encoded."""
+    xp = array_namespace(payload)
+    nblocks = -(-numel // BLOCK)
+    code_bits = {None: 1, "float16": 16, "float32": 32}[values]
+    body, finite = unpack(payload, codec, numel, sparse_body_bytes(numel, slots, nlevels, code_bits))
+    start, kept = (int(x) % 2**32 for x in body[:8].view(xp.int32))
+    levels, rest = xp.reshape(as_floats(body[8:8 + 8 * nlevels]), (nlevels, 2)), body[8 + 8 * nlevels:]
+    counts = xp.astype(rest[:nblocks], xp.int64)
+    positions = xp.astype(rest[nblocks:nblocks + slots], xp.int64)
+    codes = rest[nblocks + slots:]
+    _require((start < max(1, units_of(numel)), "the scan starts outside the tensor"),
+             (kept <= slots, "more entries are kept than there are slots"),
+             (xp.sum(counts) == kept, "counts do not add up"),
+             (xp.all(xp.isfinite(levels)), "a level is not finite"),
+             (xp.all(positions[kept:] == 0), "an unused slot is not zero"))
+    order = xp.roll(xp.arange(nblocks, dtype=xp.int64, device=device(body)), -start * (UNIT // BLOCK))
+    ends = xp.cumulative_sum(counts[order])
+    slot = xp.arange(kept, dtype=xp.int64, device=device(body))
+    block = order[xp.searchsorted(ends, slot, side="right")]
+    index = block * BLOCK + positions[:kept]
+    _require((xp.all(index < numel), "a position lies outside the tensor"),
+             (~xp.any((block[1:] == block[:-1]) & (index[1:] <= index[:-1])), "positions do not ascend"))
+    if values is None:
+        positive = unpack_bits(codes, slots)
+        _require((~xp.any(positive[kept:]), "an unused slot is not zero"))
+        pair = index // UNIT if nlevels > 1 else xp.zeros_like(index)
+        return index, xp.where(positive[:kept], levels[:, 0][pair], levels[:, 1][pair]), finite
+    _require((xp.all(codes[kept * code_bits // 8:] == 0), "an unused slot is not zero"))
+    value = xp.astype(xp.asarray(codes, copy=True).view(getattr(xp, values))[:kept], xp.float32)
+    _require((xp.all(xp.isfinite(value)), "a value is not finite"))
+    return index, value, finite
 
 
 def threshold_decode_sum(payloads: list[Array], numel: int, slots: int, out: Array | None = None) -> Array:

@@ -1,12 +1,11 @@
 """What every compressor has to keep, on every backend that is installed."""
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from hvd_quant import Compressor, TensorInfo, exchange, get_compressor, wire
+from hvd_quant import TensorInfo, exchange, get_compressor, wire
 from hvd_quant.ops import generic
 from tests.conftest import CODECS, ERROR_FEEDBACK
 
@@ -200,6 +199,19 @@ def test_payloads_of_other_settings_are_refused(compressor, backend):
         worker.decode(payload, failed if backend[0] is generic else worker.array(failed))
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="PyTorch is not installed")
+@every(CODECS)
+def test_encoding_on_a_device_never_reads_values_back(compressor):
+    """Meta tensors have no values: whatever would make the host wait for a GPU raises here."""
+    record = TensorInfo.whole("w", (40_000,))
+    g = torch.empty(40_000, device="meta")
+    state = {k: torch.empty(s, device="meta") for k, s in compressor.state_shapes(record).items()}
+    payload = compressor.encode(generic, g, state, compressor.measure(generic, g, state, record), record)
+    assert payload.device.type == "meta" and payload.shape == (compressor.payload_bytes(record),)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # a decoder checks, so it has to read
+        compressor.decode_sum(generic, [payload], record)
+
+
 def info(numel, **known):
     return TensorInfo.whole("w", (numel,), **known)
 
@@ -231,27 +243,3 @@ def test_sent_bytes():
     assert exchange.sent_bytes("allreduce", 100, 4) == 150
     assert exchange.sent_bytes("allgather", 100, 4) == 300
     assert exchange.sent_bytes("allgather", 100, 1) == exchange.sent_bytes("dense", 100, 1) == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sign(Compressor):
-    """A user's own: the sign and one mean |v| a tensor, in array operations."""
-
-    name = "sign"
-
-    def payload_bytes(self, info):
-        return wire.HEADER_BYTES + wire.padded(4 + -(-info.numel // 8))
-
-    def encode(self, ops, grad, state, params, info):
-        v, finite = ops.accumulate(grad, state["residual"])
-        scale = abs(v).mean()
-        state["residual"][:] = v - scale * (2.0 * (v >= 0) - 1)
-        return ops.pack(self.name, info.numel, finite, scale.reshape(1), ops.pack_bits(v >= 0))
-
-    def decode_sum(self, ops, payloads, info, out=None):
-        total = 0
-        for payload in payloads:
-            body, finite = ops.unpack(payload, self.name, info.numel, self.payload_bytes(info) - wire.HEADER_BYTES)
-            scale = body[:4].view(ops.float32)
-            total = total + scale * (2.0 * ops.unpack_bits(body[4:4 + -(-info.numel // 8)], info.numel) - 1)
-        return total
