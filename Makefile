@@ -1,0 +1,79 @@
+# `make demo` and `make test` set up whatever is missing first; a second call starts at once. Tested on Linux.
+#
+#   TESTS=tests/single   what `make test` runs
+#   PYTHON=python3.12    the Python that .venv is made from
+
+PYTHON ?= python3
+TESTS ?= tests
+
+BIN := .venv/bin
+# Inside .venv, so that deleting it starts over.
+DONE := .venv/done
+
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.PHONY: demo test clean
+
+demo: $(DONE)/package $(DONE)/horovod
+	@$(BIN)/python examples/pytorch/demo.py
+
+test: $(DONE)/package $(DONE)/horovod
+	@$(BIN)/python -m pytest $(TESTS)
+
+clean:
+	rm -rf .venv build *.egg-info hvd_quant/*.so
+
+$(DONE)/system:
+	@echo '[1/4] System packages (up to two minutes)'
+	check() { command -v "$$1" > /dev/null || echo "$$2"; }
+	required() {
+	    check $(PYTHON) python3
+	    check g++ g++
+	    $(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv
+	    $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null \
+	        || echo python3-dev
+	}
+	optional() { check mpicxx libopenmpi-dev; check mpirun openmpi-bin; check ssh openssh-client; }
+	if [ -n "$$(required; optional)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+	    export DEBIAN_FRONTEND=noninteractive
+	    # What this can't bring is named below.
+	    apt-get update -qq || true
+	    apt-get install -y -qq --no-install-recommends $$(required; optional) > /dev/null || true
+	fi
+	if [ -n "$$(required)" ]; then
+	    echo "These system packages are missing (by their Debian names), please install them:" $$(required) >&2
+	    exit 1
+	fi
+	if [ -n "$$(optional)" ]; then
+	    echo "Horovod will use Gloo alone, which is enough; for MPI, install" $$(optional) "and run make clean."
+	fi
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
+	    echo "Python 3.10 to 3.13 is needed, and $(PYTHON) is" $$($(PYTHON) --version)": name another with PYTHON=..." >&2
+	    exit 1
+	}
+	mkdir -p $(@D)
+	touch $@
+
+$(DONE)/frameworks: $(DONE)/system constraints.txt
+	@echo '[2/4] .venv with PyTorch and TensorFlow (minutes: about 1 GB to download)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q torch tensorflow-cpu setuptools
+	touch $@
+
+# --no-build-isolation: the native kernels are built against the PyTorch in .venv. PYTHONWARNINGS: setuptools has one for
+# every editable installation.
+$(DONE)/package: $(DONE)/frameworks setup.py pyproject.toml $(wildcard csrc/*.cc csrc/kernels/*.h)
+	@echo '[3/4] hvd_quant and its native kernels (a minute)'
+	PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e '.[horovod,test,examples]'
+	touch $@
+
+# After the package, whose command this is, but not again whenever a kernel changes.
+$(DONE)/horovod: $(DONE)/frameworks hvd_quant/cli/build_horovod.py | $(DONE)/package
+	@echo '[4/4] Horovod (five to fifteen minutes the first time, seconds from the cache)'
+	$(BIN)/hvd-quant build-horovod
+	touch $@

@@ -1,0 +1,15 @@
+"""The ``hvd-quant`` command: one file a subcommand."""
+
+import click
+
+import hvd_quant
+from hvd_quant.cli import build_horovod
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hvd_quant.__version__, prog_name="hvd-quant")
+def main() -> None:
+    """Compressed gradient exchange for Horovod."""
+
+
+main.add_command(build_horovod.command)
