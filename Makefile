@@ -2,9 +2,13 @@
 #
 #   TESTS=tests/single   what `make test` runs
 #   PYTHON=python3.12    the Python that .venv is made from
+#   HVD_QUANT_WITHOUT_TENSORFLOW=1, HVD_QUANT_WITHOUT_TORCH=1    leave a framework out
 
 PYTHON ?= python3
 TESTS ?= tests
+
+FRAMEWORKS := $(if $(filter 1,$(HVD_QUANT_WITHOUT_TORCH)),,torch) \
+              $(if $(filter 1,$(HVD_QUANT_WITHOUT_TENSORFLOW)),,tensorflow-cpu)
 
 BIN := .venv/bin
 # Inside .venv, so that deleting it starts over.
@@ -60,9 +64,9 @@ $(DONE)/system:
 	touch $@
 
 $(DONE)/frameworks: $(DONE)/system constraints.txt
-	@echo '[2/4] .venv with PyTorch and TensorFlow (minutes: about 1 GB to download)'
+	@echo '[2/4] .venv with $(strip $(FRAMEWORKS)) (minutes: about 1 GB to download)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q torch tensorflow-cpu setuptools
+	$(BIN)/pip install -q $(FRAMEWORKS) setuptools
 	touch $@
 
 # --no-build-isolation: the native kernels are built against the PyTorch in .venv. PYTHONWARNINGS: setuptools has one for

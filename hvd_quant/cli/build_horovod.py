@@ -554,12 +554,15 @@ def print_plan(plan: Plan, sdist: Path | None, wanted: bool, as_json: bool) -> N
     help=f"Use this horovod-{VERSION}.tar.gz instead of downloading it.",
 )
 @click.option(
-    "--without-torch", is_flag=True, envvar="HOROVOD_WITHOUT_PYTORCH", help="Leave PyTorch out, though it is installed."
+    "--without-torch",
+    is_flag=True,
+    envvar=["HVD_QUANT_WITHOUT_TORCH", "HOROVOD_WITHOUT_PYTORCH"],
+    help="Leave PyTorch out, though it is installed.",
 )
 @click.option(
     "--without-tensorflow",
     is_flag=True,
-    envvar="HOROVOD_WITHOUT_TENSORFLOW",
+    envvar=["HVD_QUANT_WITHOUT_TENSORFLOW", "HOROVOD_WITHOUT_TENSORFLOW"],
     help="Leave TensorFlow out, though it is installed.",
 )
 @click.option("--gpu", type=click.Choice(["nccl"]), help="Exchange CUDA tensors through NCCL; needs nvcc and NCCL.")

@@ -31,3 +31,18 @@ def test_training_on_gpus(compressor):
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     rows = hvd.allgather(flat.reshape(1, -1), name="rows")
     assert torch.equal(rows[0], rows[1])
+
+
+def test_horovods_sync_batch_norm_under_a_compressed_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), hvd.SyncBatchNorm(40), torch.nn.Linear(40, 30)).cuda()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                         "topk:ratio=0.1,min_numel=0")
+    torch.manual_seed(hvd.rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.randn(16, 30, device="cuda")) ** 2).mean().backward()
+        optimizer.step()
+    state = torch.cat([t.detach().float().reshape(-1) for t in model.state_dict().values()])
+    rows = hvd.allgather(state.reshape(1, -1), name="state")
+    torch.testing.assert_close(rows[0], rows[1])

@@ -223,9 +223,12 @@ def test_mpi_is_used_where_its_compiler_is(machine):
     assert "HOROVOD_WITH_MPI" not in plan.environment
 
 
-@pytest.mark.parametrize("name", ["PYTORCH", "TENSORFLOW"])
-def test_horovods_switches_leave_a_framework_out(machine, monkeypatch, name):
-    monkeypatch.setenv(f"HOROVOD_WITHOUT_{name}", "1")
+@pytest.mark.parametrize("variable, name", [
+    ("HOROVOD_WITHOUT_PYTORCH", "PYTORCH"), ("HVD_QUANT_WITHOUT_TORCH", "PYTORCH"),
+    ("HOROVOD_WITHOUT_TENSORFLOW", "TENSORFLOW"), ("HVD_QUANT_WITHOUT_TENSORFLOW", "TENSORFLOW"),
+])
+def test_switches_leave_a_framework_out(machine, monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "1")
     environment = json.loads(run("--dry-run", "--json").stdout)["environment"]
     assert environment[f"HOROVOD_WITHOUT_{name}"] == "1"
     assert f"HOROVOD_WITH_{name}" not in environment

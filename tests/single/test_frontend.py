@@ -1,0 +1,56 @@
+"""The PyTorch frontend in one process: imports that can't work say why, and world size 1 needs no launcher."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = """
+import importlib.util, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == {blocked!r} or name.startswith({blocked!r} + "."):
+            if {blocked!r} == "hvd_quant._torch_ops":
+                return None
+            raise ModuleNotFoundError("No module named " + name, name=name)
+sys.meta_path.insert(0, Blocker())
+if {blocked!r} == "hvd_quant._torch_ops":
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *a: None if name == {blocked!r} else find(name, *a)
+import hvd_quant.torch
+"""
+
+
+@pytest.mark.parametrize("blocked, sentence", [
+    ("torch", "ImportError: hvd_quant.torch needs PyTorch: pip install torch"),
+    ("horovod", "ImportError: hvd_quant.torch needs Horovod built for this PyTorch; this command builds it: hvd-quant build-horovod"),
+    ("hvd_quant._torch_ops", "pip install --no-build-isolation"),
+])
+def test_a_missing_piece_is_named_with_the_command_that_brings_it(blocked, sentence):
+    pytest.importorskip("horovod.torch", reason="Horovod is not built for PyTorch")
+    run = subprocess.run([sys.executable, "-c", BLOCK.format(blocked=blocked)], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert sentence in run.stderr.strip().splitlines()[-1]
+
+
+def test_one_worker_without_a_launcher():
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("hvd_quant.torch", reason="Horovod is not built for PyTorch")
+    hvd.init()
+    assert hvd.size() == 1
+    for compression in ("none", "fp16", "topk:min_numel=0", {"*": "onebit"}):
+        torch.manual_seed(0)
+        model, plain = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
+        plain.load_state_dict(model.state_dict())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for _ in range(3):
+            for m, opt in ((model, optimizer), (plain, reference)):
+                opt.zero_grad()
+                (m(torch.ones(2, 20)) ** 2).sum().backward()
+                opt.step()
+        assert torch.equal(model.weight, plain.weight)
+        stats = optimizer.compression_stats()
+        assert stats["wire_bytes"] == 0 and stats["compression_ratio"] is None
+        optimizer.load_compression_state_dict(optimizer.compression_state_dict())
