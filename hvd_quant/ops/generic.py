@@ -283,8 +283,8 @@ def _hash(step: int) -> int:
 
 
 def _start(numel: int, step: int) -> int:
-    """The unit at which a step's scan starts: that of a block which is any of the tensor's with the same chance."""
-    return (_hash(step) * -(-numel // BLOCK) >> 32) // (UNIT // BLOCK)
+    """The unit at which a step's scan starts."""
+    return _hash(step) * units_of(numel) >> 32
 
 
 def sample(grad: Array, residual: Array | None, step: int) -> Array:
@@ -373,17 +373,19 @@ def topk_encode(grad: Array, residual: Array | None, thresholds: Array, slots: i
 def _select(v: Array, candidates: Array, slots: int, step: int) -> Array:
     """Of the candidates, the first ``slots`` in the step's cyclic order, at most 255 a block."""
     xp = array_namespace(v)
-    numel, h = size(v), _hash(step)
-    units = units_of(numel)
+    numel, units = size(v), units_of(size(v))
     cube = xp.astype(xp.reshape(_rows(candidates, UNIT), (units, UNIT // BLOCK, BLOCK)), xp.int64)
     # entries that each block has, and blocks that each unit has: fewer only at the tensor's end
     first = xp.arange(units * (UNIT // BLOCK), dtype=xp.int64, device=device(v)) * BLOCK
     entries = xp.reshape(xp.clip(numel - first, 0, BLOCK), (units, UNIT // BLOCK, 1))
     blocks = xp.sum(xp.astype(entries > 0, xp.int64), axis=1)
-    in_block = _cyclic_sum(cube, (h & 255) * entries >> 8)
+    # where in the tensor, in each unit and in each block the order begins, the fraction left each time choosing the next
+    first_block = (_hash(step) * units & 0xFFFFFFFF) * blocks
+    first_entry = (first_block & 0xFFFFFFFF)[:, :, None] * entries >> 32
+    in_block = _cyclic_sum(cube, first_entry)
     cube = xp.where(in_block <= 255, cube, xp.zeros_like(cube))
     block_totals = xp.sum(cube, axis=2)
-    in_unit = _cyclic_sum(block_totals, (h >> 8 & 63) * blocks >> 6)
+    in_unit = _cyclic_sum(block_totals, first_block >> 32)
     unit_totals = xp.sum(block_totals, axis=1)
     in_tensor = _cyclic_sum(unit_totals, _start(numel, step))
     rank = in_block + (in_unit - block_totals)[:, :, None] + (in_tensor - unit_totals)[:, None, None]

@@ -1,0 +1,433 @@
+// The hot loops, written once against simd.h. levels.h includes this file inside the namespace of each level, under that
+// level's target options; hence no include guard, no std:: function and no template here.
+
+// The first n (1 to 16) floats at p, the others 0.
+HVD_QUANT_INLINE F load_part(const float* p, int n) {
+  float x[16] = {};
+  for (int i = 0; i < n; ++i) x[i] = p[i];
+  return load(x);
+}
+
+HVD_QUANT_INLINE void store_part(float* p, F a, int n) {
+  float x[16];
+  store(x, a);
+  for (int i = 0; i < n; ++i) p[i] = x[i];
+}
+
+// The sum of the lanes, by halves: a fixed order.
+HVD_QUANT_INLINE float sum(F a) {
+  float x[16];
+  store(x, a);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  return x[0];
+}
+
+// v = g + e, or e where that is not finite; `ok` loses those lanes.
+HVD_QUANT_INLINE F accumulate(F g, F e, M* ok) {
+  const F v = add(g, e);
+  const M good = finite(v);
+  *ok = both(*ok, good);
+  return select(good, v, e);
+}
+
+// Memory is asked for what comes kAhead entries later: the processor's own prefetch stops at each page.
+constexpr int kAhead = 512;
+HVD_QUANT_INLINE void prefetch(const float* p) { __builtin_prefetch(p, 0, 3); }
+
+HVD_QUANT_INLINE uint32_t load_u32(const uint8_t* p) {
+  uint32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return x;
+}
+
+// ----------------------------------------------------------------------------------------------------------- checksum
+
+// sum of word[j] * (2 j + 1) over n 32-bit words. In runs, so that a weight fits in 32 bits and a product in 64.
+static uint64_t weigh(const uint8_t* p, int64_t n) {
+  uint64_t total = 0;
+  for (int64_t begin = 0; begin < n; begin += 4096) {
+    const uint8_t* run = p + 4 * begin;
+    const int words = int(n - begin < 4096 ? n - begin : 4096);
+    uint64_t plain_sum = 0, weighted = 0;
+    for (int i = 0; i < words; ++i) {
+      const uint64_t word = load_u32(run + 4 * i);
+      plain_sum += word;
+      weighted += word * uint32_t(i);
+    }
+    total += 2 * weighted + uint64_t(2 * begin + 1) * plain_sum;
+  }
+  return total;
+}
+
+// ------------------------------------------------------------------------------------------------------------- onebit
+
+// One vector of v into the sums of its block; returns its sign bits.
+HVD_QUANT_INLINE unsigned onebit_signs(F x, F* up_sum, F* down_sum, unsigned* nonzero, const bool zeros) {
+  const F zero = set(0);
+  const M up = zeros ? gt(x, zero) : ge(x, zero), down = gt(zero, x);
+  *up_sum = add_where(up, *up_sum, x);
+  *down_sum = add_where(down, *down_sum, x);
+  if (zeros) *nonzero = bits(either(up, down));
+  return bits(up);
+}
+
+HVD_QUANT_INLINE F onebit_rest(F x, F up, F down, const bool zeros) {
+  const F zero = set(0);
+  return sub(x, zeros ? select(gt(x, zero), up, select(gt(zero, x), down, zero)) : select(ge(x, zero), up, down));
+}
+
+// One block: v = g + e into `v`, sign bits (and non-zero bits), two levels, then e = v - level. False if not all finite.
+HVD_QUANT_INLINE bool onebit_block(const float* g, const float* e, float* v, int64_t n, float* levels, uint8_t* signs,
+                                   uint8_t* nonzeros, const bool residual, const bool zeros) {
+  const F zero = set(0);
+  M ok = mask(0xffff);
+  F up_total = zero, down_total = zero;
+  int64_t ups = 0, downs = 0;
+  // Partial sums of 512 entries keep the rounding error of a large block small.
+  for (int64_t begin = 0; begin < n; begin += 512) {
+    const int64_t end = n - begin < 512 ? n : begin + 512;
+    F up_sum = zero, down_sum = zero;
+    int64_t at = begin;
+    for (; at + 64 <= end; at += 64) {
+      uint64_t s = 0, z = ~uint64_t{0};
+      unsigned nonzero = 0xffff;
+      if (zeros) z = 0;
+      for (int i = 0; i < 64; i += 16) {
+        prefetch(g + at + i + kAhead);
+        if (residual) prefetch(e + at + i + kAhead);
+        const F x = accumulate(load(g + at + i), residual ? load(e + at + i) : zero, &ok);
+        store(v + at + i, x);
+        s |= uint64_t(onebit_signs(x, &up_sum, &down_sum, &nonzero, zeros)) << i;
+        if (zeros) z |= uint64_t(nonzero) << i;
+      }
+      __builtin_memcpy(signs + at / 8, &s, 8);
+      if (zeros) __builtin_memcpy(nonzeros + at / 8, &z, 8);
+      ups += __builtin_popcountll(s);
+      downs += __builtin_popcountll(z) - __builtin_popcountll(s);
+    }
+    for (; at < end; at += 16) {
+      const int lanes = end - at < 16 ? int(end - at) : 16;
+      const unsigned real = (1u << lanes) - 1;
+      unsigned nonzero = real;
+      const F x = accumulate(load_part(g + at, lanes), residual ? load_part(e + at, lanes) : zero, &ok);
+      store_part(v + at, x, lanes);
+      const unsigned s = onebit_signs(x, &up_sum, &down_sum, &nonzero, zeros) & real;
+      __builtin_memcpy(signs + at / 8, &s, lanes > 8 ? 2 : 1);
+      if (zeros) __builtin_memcpy(nonzeros + at / 8, &nonzero, lanes > 8 ? 2 : 1);
+      ups += __builtin_popcount(s);
+      downs += __builtin_popcount(nonzero) - __builtin_popcount(s);
+    }
+    up_total = add(up_total, up_sum);
+    down_total = add(down_total, down_sum);
+  }
+  float up = sum(up_total) / float(ups ? ups : 1), down = sum(down_total) / float(downs ? downs : 1);
+  bool fine = bits(ok) == 0xffff;
+  if (!(up - up == 0 && down - down == 0)) {
+    up = down = 0;
+    fine = false;
+  }
+  levels[0] = up;
+  levels[1] = down;
+  if (!residual) return fine;
+  const F up_level = set(up), down_level = set(down);
+  int64_t at = 0;
+  for (; at + 16 <= n; at += 16) {
+    const int64_t ahead = n + (at < 2048 ? at : 0);  // the next block's start: memory would idle otherwise
+    prefetch(g + ahead);
+    prefetch(e + ahead);
+    store(v + at, onebit_rest(load(v + at), up_level, down_level, zeros));
+  }
+  if (at < n) store_part(v + at, onebit_rest(load_part(v + at, int(n - at)), up_level, down_level, zeros), int(n - at));
+  return fine;
+}
+
+// The blocks [first, last) of a tensor. `scratch` holds one block and stands in for a missing residual.
+static bool onebit_encode_blocks(const float* g, float* e, float* scratch, int64_t numel, int64_t block_size, bool zeros,
+                                 int64_t first, int64_t last, uint8_t* levels, uint8_t* signs, uint8_t* nonzeros) {
+  bool fine = true;
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t at = b * block_size, n = numel - at < block_size ? numel - at : block_size;
+    float pair[2];
+    uint8_t *s = signs + at / 8, *z = nonzeros + at / 8;
+    if (e && zeros)
+      fine &= onebit_block(g + at, e + at, e + at, n, pair, s, z, true, true);
+    else if (e)
+      fine &= onebit_block(g + at, e + at, e + at, n, pair, s, z, true, false);
+    else if (zeros)
+      fine &= onebit_block(g + at, nullptr, scratch, n, pair, s, z, false, true);
+    else
+      fine &= onebit_block(g + at, nullptr, scratch, n, pair, s, z, false, false);
+    __builtin_memcpy(levels + 8 * b, pair, 8);
+  }
+  return fine;
+}
+
+// The sum of the blocks [first, last) of n payloads, 64 entries at a time in registers.
+HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, int64_t first,
+                                    int64_t last, float* out, const bool zeros, const bool streamed) {
+  const F zero = set(0);
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t begin = b * block_size, end = numel - begin < block_size ? numel : begin + block_size;
+    for (int64_t at = begin; at < end; at += 64) {
+      const int64_t left = end - at;
+      F x[4] = {zero, zero, zero, zero};
+      for (int p = 0; p < n; ++p) {
+        float pair[2];
+        __builtin_memcpy(pair, payloads[p].levels + 8 * b, 8);
+        const F up = set(pair[0]), down = set(pair[1]);
+        uint64_t s = 0, z = 0;
+        if (left >= 64) {
+          __builtin_memcpy(&s, payloads[p].signs + at / 8, 8);
+          if (zeros) __builtin_memcpy(&z, payloads[p].nonzeros + at / 8, 8);
+        } else {
+          for (int i = 0; i < (left + 7) / 8; ++i) {
+            s |= uint64_t(payloads[p].signs[at / 8 + i]) << (8 * i);
+            if (zeros) z |= uint64_t(payloads[p].nonzeros[at / 8 + i]) << (8 * i);
+          }
+        }
+        for (int i = 0; i < 4; ++i) {
+          const F value = select(mask(unsigned(s >> (16 * i) & 0xffff)), up, down);
+          x[i] = add(x[i], zeros ? select(mask(unsigned(z >> (16 * i) & 0xffff)), value, zero) : value);
+        }
+      }
+      for (int i = 0; i < 4; ++i) {
+        const int64_t rest = left - 16 * i;
+        if (rest >= 16) {
+          if (streamed)
+            stream(out + at + 16 * i, x[i]);
+          else
+            store(out + at + 16 * i, x[i]);
+        } else if (rest > 0) {
+          store_part(out + at + 16 * i, x[i], int(rest));
+        }
+      }
+    }
+  }
+  if (streamed) fence();
+}
+
+static void onebit_decode_blocks(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, bool zeros,
+                                 int64_t first, int64_t last, float* out, bool streamed) {
+  if (zeros && streamed)
+    onebit_decode(payloads, n, numel, block_size, first, last, out, true, true);
+  else if (zeros)
+    onebit_decode(payloads, n, numel, block_size, first, last, out, true, false);
+  else if (streamed)
+    onebit_decode(payloads, n, numel, block_size, first, last, out, false, true);
+  else
+    onebit_decode(payloads, n, numel, block_size, first, last, out, false, false);
+}
+
+// ------------------------------------------------------------------------------------------------------------- sparse
+
+// v = g + e over up to one unit, into `v` if it is kept, and a bit for each v >= hi or v <= lo; the candidates in all and in
+// the fullest block. False if not all is finite.
+HVD_QUANT_INLINE bool scan(const float* g, const float* e, float* v, int n, float hi, float lo, uint64_t* words, int* total,
+                           int* most, const bool residual, const bool keep) {
+  const F zero = set(0), high = set(hi), low = set(lo);
+  M ok = mask(0xffff);
+  *total = *most = 0;
+  for (int block = 0; block < n; block += 256) {
+    const int end = n - block < 256 ? n : block + 256;
+    int count = 0;
+    int at = block;
+    for (; at + 64 <= end; at += 64) {
+      uint64_t word = 0;
+      for (int i = 0; i < 64; i += 16) {
+        prefetch(g + at + i + kAhead);
+        if (residual) prefetch(e + at + i + kAhead);
+        const F x = accumulate(load(g + at + i), residual ? load(e + at + i) : zero, &ok);
+        if (keep) store(v + at + i, x);
+        word |= uint64_t(bits(either(ge(x, high), ge(low, x)))) << i;
+      }
+      words[at / 64] = word;
+      count += __builtin_popcountll(word);
+    }
+    if (at < end) {
+      uint64_t word = 0;
+      for (int i = 0; at + i < end; i += 16) {
+        const int lanes = end - at - i < 16 ? end - at - i : 16;
+        const F x = accumulate(load_part(g + at + i, lanes), residual ? load_part(e + at + i, lanes) : zero, &ok);
+        if (keep) store_part(v + at + i, x, lanes);
+        word |= uint64_t(bits(either(ge(x, high), ge(low, x))) & ((1u << lanes) - 1)) << i;
+      }
+      words[at / 64] = word;
+      count += __builtin_popcountll(word);
+    }
+    *total += count;
+    *most = count > *most ? count : *most;
+  }
+  for (int w = (n + 63) / 64; w < 256; ++w) words[w] = 0;
+  return bits(ok) == 0xffff;
+}
+
+static bool scan_unit(const float* g, float* e, int n, float hi, float lo, uint64_t* words, int* total, int* most) {
+  return e ? scan(g, e, e, n, hi, lo, words, total, most, true, true)
+           : scan(g, nullptr, nullptr, n, hi, lo, words, total, most, false, false);
+}
+
+// The places in a unit of the set bits, in ascending order, and how many each block has. Returns how many there are.
+// `places` has room for 2 more than it gets. Meanwhile memory fetches what is scanned next: it would idle otherwise.
+static int list_unit(const uint64_t* words, int blocks, uint8_t* counts, uint16_t* places, const float* next_g,
+                     const float* next_e) {
+  int k = 0;
+  for (int b = 0; b < blocks; ++b) {
+    prefetch(next_g + 32 * b);
+    prefetch(next_e + 32 * b);
+    prefetch(next_g + 32 * b + 16);
+    prefetch(next_e + 32 * b + 16);
+    const int before = k;
+    for (int w = 4 * b; w < 4 * b + 4; ++w) {
+      uint64_t word = words[w];
+      const int count = __builtin_popcountll(word);
+      const uint64_t stop = uint64_t{1} << 63;
+      // Most words have few bits, and a branch on how many would be mispredicted.
+      places[k] = uint16_t(64 * w + __builtin_ctzll(word | stop));
+      word &= word - 1;
+      places[k + 1] = uint16_t(64 * w + __builtin_ctzll(word | stop));
+      if (__builtin_expect(count > 2, 0)) {
+        word &= word - 1;
+        for (int i = 2; i < count; ++i, word &= word - 1) places[k + i] = uint16_t(64 * w + __builtin_ctzll(word));
+      }
+      k += count;
+    }
+    counts[b] = uint8_t(k - before);
+  }
+  return k;
+}
+
+// The k entries of v at `places`: their positions in their blocks and their values, filled up with zeros to a multiple of 16.
+static void gather(const float* v, const uint16_t* places, int k, uint8_t* positions, float* values) {
+  for (int i = 0; i < k; ++i) positions[i] = uint8_t(places[i]);
+  for (int i = 0; i < k; ++i) values[i] = v[places[i]];
+  for (; k % 16; ++k) values[k] = 0;
+}
+
+static void scatter(const float* values, const uint16_t* places, int k, float* v) {
+  for (int i = 0; i < k; ++i) v[places[i]] = values[i];
+}
+
+// The means of the positive and of the negative values, which end with zeros as gather() leaves them.
+static void signed_means(const float* values, int k, float* up, float* down) {
+  const F zero = set(0);
+  F up_total = zero, down_total = zero;
+  int ups = 0, downs = 0;
+  for (int begin = 0; begin < k; begin += 512) {
+    F up_sum = zero, down_sum = zero;
+    for (int i = begin; i < k && i < begin + 512; i += 16) {
+      const F x = load(values + i);
+      const M positive = gt(x, zero), negative = gt(zero, x);
+      up_sum = add_where(positive, up_sum, x);
+      down_sum = add_where(negative, down_sum, x);
+      ups += __builtin_popcount(bits(positive));
+      downs += __builtin_popcount(bits(negative));
+    }
+    up_total = add(up_total, up_sum);
+    down_total = add(down_total, down_sum);
+  }
+  *up = sum(up_total) / float(ups ? ups : 1);
+  *down = sum(down_total) / float(downs ? downs : 1);
+}
+
+// The sign bits of values, 16 at a time; what their levels leave of them replaces them.
+static void split_signs(float* values, int k, float up, float down, uint8_t* signs) {
+  const F zero = set(0), up_level = set(up), down_level = set(down);
+  for (int i = 0; i < k; i += 16) {
+    const F x = load(values + i);
+    const M positive = gt(x, zero);
+    const uint16_t b = uint16_t(bits(positive));
+    __builtin_memcpy(signs + i / 8, &b, 2);
+    store(values + i, sub(x, select(positive, up_level, down_level)));
+  }
+}
+
+// The inverse of list_unit: places from counts and positions. `places` has room for 16 more than it gets.
+static int place_unit(const uint8_t* counts, int blocks, const uint8_t* positions, uint16_t* places) {
+  int k = 0;
+  for (int b = 0; b < blocks; ++b) {  // no branch on a count of up to 16: it would be mispredicted most of the time
+    const uint16_t base = uint16_t(256 * b);
+    for (int i = 0; i < 16; ++i) places[k + i] = base;
+    for (int i = 16; i < counts[b]; ++i) places[k + i] = base;
+    k += counts[b];
+  }
+  for (int i = 0; i < k; ++i) places[i] = uint16_t(places[i] + positions[i]);
+  return k;
+}
+
+static bool ascending(const uint16_t* places, int k) {
+  int bad = 0;
+  for (int i = 1; i < k; ++i) bad |= places[i] <= places[i - 1];
+  return !bad;
+}
+
+// n floats from `tile` to `out`, leaving zeros in the tile. With `streamed` they bypass the caches.
+static void move_tile(float* tile, float* out, int n, bool streamed) {
+  const F zero = set(0);
+  int i = 0;
+  if (streamed) {
+    for (; i < n && (uintptr_t(out + i) & 63); ++i) {
+      out[i] = tile[i];
+      tile[i] = 0;
+    }
+    for (; i + 16 <= n; i += 16) {
+      stream(out + i, load(tile + i));
+      store(tile + i, zero);
+    }
+    fence();
+  }
+  for (; i + 16 <= n; i += 16) {
+    store(out + i, load(tile + i));
+    store(tile + i, zero);
+  }
+  for (; i < n; ++i) {
+    out[i] = tile[i];
+    tile[i] = 0;
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------- fp16
+
+// n floats to fp16, clamped to the largest finite values; what that leaves of them replaces them. In steps of 16: both
+// arrays must have room for n rounded up.
+static void halve(float* x, int n, uint16_t* out) {
+  const F largest = set(65504.0f), smallest = set(-65504.0f);
+  for (int i = 0; i < n; i += 16) {
+    const F a = load(x + i);
+    to_half(select(gt(a, largest), largest, select(gt(smallest, a), smallest, a)), out + i);
+    store(x + i, sub(a, from_half(out + i)));
+  }
+}
+
+static void widen(const uint16_t* x, int n, float* out) {
+  for (int i = 0; i < n; i += 16) store(out + i, from_half(x + i));
+}
+
+// --------------------------------------------------------------------------------------- what the benchmark compares with
+
+static void add_all(const float* a, const float* b, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    prefetch(a + i + kAhead);
+    prefetch(b + i + kAhead);
+    store(out + i, add(load(a + i), load(b + i)));
+  }
+  for (; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+static void fill(float value, float* out, int64_t n, bool streamed) {
+  const F x = set(value);
+  int64_t i = 0;
+  if (streamed) {
+    for (; i < n && (uintptr_t(out + i) & 63); ++i) out[i] = value;
+    for (; i + 16 <= n; i += 16) stream(out + i, x);
+    fence();
+  }
+  for (; i + 16 <= n; i += 16) store(out + i, x);
+  for (; i < n; ++i) out[i] = value;
+}
+
+static constexpr Loops table() {
+  return {weigh,        onebit_encode_blocks, onebit_decode_blocks, scan_unit, list_unit, gather, scatter, signed_means,
+          split_signs,  place_unit,           ascending,            move_tile, halve,     widen,  add_all, fill};
+}

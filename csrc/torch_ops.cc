@@ -1,0 +1,258 @@
+// PyTorch's view of the kernels: arguments checked, payloads allocated, threads lent. hvd_quant/ops/torch.py is the caller.
+//
+// Decoders return what is wrong with the payloads as a sentence, empty if nothing is: PyTorch would turn every C++
+// exception into the same RuntimeError, and a damaged payload must be told from a wrong argument.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/measure.h"
+#include "kernels/onebit.h"
+#include "kernels/sparse.h"
+
+namespace {
+
+using at::Tensor;
+using hvd_quant::Bytes;
+using hvd_quant::Code;
+using hvd_quant::SparseLayout;
+
+hvd_quant::Parallel threads() {
+  hvd_quant::Parallel parallel;
+#ifdef INTRA_OP_PARALLEL  // at::parallel_for is a header and does nothing in parallel when compiled without -fopenmp
+  parallel.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  parallel.run = [](int64_t n, int64_t grain, const hvd_quant::Range& body) { at::parallel_for(0, n, grain, body); };
+#endif
+  return parallel;
+}
+
+void check_vector(const Tensor& t, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(t.device().is_cpu(), name, " is on ", t.device(), ", expected a CPU tensor");
+  TORCH_CHECK_VALUE(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
+  TORCH_CHECK_VALUE(t.dim() == 1, name, " has ", t.dim(), " dimensions, expected a flat vector: pass ", name, ".view(-1)");
+  TORCH_CHECK_VALUE(t.is_contiguous(), name, " has stride ", t.stride(0), ", expected a contiguous vector");
+}
+
+// The gradient's and the residual's memory; the latter may be null.
+std::tuple<const float*, float*> state(const Tensor& grad, const std::optional<Tensor>& residual) {
+  check_vector(grad, "grad", at::kFloat);
+  if (!residual) return {grad.const_data_ptr<float>(), nullptr};
+  check_vector(*residual, "residual", at::kFloat);
+  TORCH_CHECK_VALUE(residual->numel() == grad.numel(), "residual has ", residual->numel(), " entries, expected as many as grad: ",
+                    grad.numel());
+  return {grad.const_data_ptr<float>(), residual->mutable_data_ptr<float>()};
+}
+
+Tensor empty_payload(int64_t nbytes) { return at::empty({nbytes}, at::TensorOptions(at::kByte)); }
+
+void check_block_size(int64_t block_size) {
+  TORCH_CHECK_VALUE(block_size > 0 && block_size % 64 == 0, "block_size is ", block_size, ", expected a positive multiple of 64");
+}
+
+void check_slots(int64_t slots) {
+  TORCH_CHECK_VALUE(slots > 0 && slots % 8 == 0 && slots < int64_t{1} << 32, "slots is ", slots,
+                    ", expected a positive multiple of 8 below 2^32");
+}
+
+void check_ratio(double ratio) {
+  TORCH_CHECK_VALUE(ratio > 0 && ratio <= 1, "ratio is ", ratio, ", expected 0 < ratio <= 1");
+}
+
+std::tuple<float, float> beyond(const Tensor& thresholds) {
+  const hvd_quant::DenormalGuard guard;  // the smallest threshold is a denormal
+  check_vector(thresholds, "thresholds", at::kFloat);
+  TORCH_CHECK_VALUE(thresholds.numel() == 2, "thresholds has ", thresholds.numel(), " entries, expected 2");
+  const float* tau = thresholds.const_data_ptr<float>();
+  TORCH_CHECK_VALUE(tau[0] > 0 && tau[1] < 0, "thresholds is (", tau[0], ", ", tau[1], "), expected a positive and a negative one");
+  return {tau[0], tau[1]};
+}
+
+Code topk_code(const std::string& values) {
+  TORCH_CHECK_VALUE(values == "float32" || values == "float16", "values is ", values, ", expected float32 or float16");
+  return values == "float32" ? Code::topk : Code::topk_half;
+}
+
+std::vector<Bytes> bytes_of(const std::vector<Tensor>& payloads, const Tensor& out) {
+  check_vector(out, "out", at::kFloat);
+  TORCH_CHECK_VALUE(!payloads.empty(), "there are no payloads, expected one a worker");
+  std::vector<Bytes> bytes;
+  for (const Tensor& payload : payloads) {
+    check_vector(payload, "payload", at::kByte);
+    bytes.push_back({payload.const_data_ptr<uint8_t>(), payload.numel()});
+  }
+  return bytes;
+}
+
+template <class Decode>
+std::string complaint(const Decode& decode) {
+  try {
+    decode();
+  } catch (const hvd_quant::PayloadError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+Tensor onebit_encode(const Tensor& grad, const std::optional<Tensor>& residual, int64_t block_size, bool zeros) {
+  const auto [g, e] = state(grad, residual);
+  check_block_size(block_size);
+  Tensor payload = empty_payload(hvd_quant::onebit_payload_bytes(grad.numel(), block_size, zeros));
+  hvd_quant::onebit_encode(g, e, grad.numel(), block_size, zeros, payload.mutable_data_ptr<uint8_t>(), threads());
+  return payload;
+}
+
+std::string onebit_decode_sum(const std::vector<Tensor>& payloads, int64_t block_size, bool zeros, const Tensor& out) {
+  const std::vector<Bytes> bytes = bytes_of(payloads, out);
+  check_block_size(block_size);
+  return complaint([&] {
+    hvd_quant::onebit_decode_sum(bytes, out.numel(), block_size, zeros, out.mutable_data_ptr<float>(), threads());
+  });
+}
+
+Tensor sparse_encode(Code code, const Tensor& grad, const std::optional<Tensor>& residual, std::tuple<float, float> tau,
+                     int64_t slots, int64_t step) {
+  const auto [g, e] = state(grad, residual);
+  check_slots(slots);
+  Tensor payload = empty_payload(SparseLayout(code, grad.numel(), slots).payload_bytes);
+  hvd_quant::sparse_encode(code, g, e, grad.numel(), std::get<0>(tau), std::get<1>(tau), slots, step,
+                           payload.mutable_data_ptr<uint8_t>(), threads());
+  return payload;
+}
+
+Tensor threshold_encode(const Tensor& grad, const std::optional<Tensor>& residual, double tau, int64_t slots, int64_t step) {
+  const hvd_quant::DenormalGuard guard;
+  const float t = float(tau);
+  TORCH_CHECK_VALUE(t > 0 && std::isfinite(t), "tau is ", tau, ", expected a positive number that fp32 holds");
+  return sparse_encode(Code::threshold, grad, residual, {t, -t}, slots, step);
+}
+
+Tensor adaptive_encode(const Tensor& grad, const std::optional<Tensor>& residual, const Tensor& thresholds, int64_t slots,
+                       int64_t step) {
+  return sparse_encode(Code::adaptive, grad, residual, beyond(thresholds), slots, step);
+}
+
+Tensor topk_encode(const Tensor& grad, const std::optional<Tensor>& residual, const Tensor& thresholds, int64_t slots,
+                   std::string values, int64_t step) {
+  return sparse_encode(topk_code(values), grad, residual, beyond(thresholds), slots, step);
+}
+
+std::string sparse_decode_sum(Code code, const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
+  const std::vector<Bytes> bytes = bytes_of(payloads, out);
+  check_slots(slots);
+  return complaint([&] {
+    hvd_quant::sparse_decode_sum(code, bytes, out.numel(), slots, out.mutable_data_ptr<float>(), threads());
+  });
+}
+
+std::string threshold_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
+  return sparse_decode_sum(Code::threshold, payloads, slots, out);
+}
+
+std::string adaptive_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
+  return sparse_decode_sum(Code::adaptive, payloads, slots, out);
+}
+
+std::string topk_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, std::string values, const Tensor& out) {
+  return sparse_decode_sum(topk_code(values), payloads, slots, out);
+}
+
+using Measure = void (*)(const float*, const float*, int64_t, double, int64_t, float*);
+
+Tensor measure(Measure kernel, const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+  const auto [g, e] = state(grad, residual);
+  check_ratio(ratio);
+  Tensor thresholds = at::empty({2}, grad.options());
+  kernel(g, e, grad.numel(), ratio, step, thresholds.mutable_data_ptr<float>());
+  return thresholds;
+}
+
+Tensor topk_measure(const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+  return measure(hvd_quant::topk_measure, grad, residual, ratio, step);
+}
+
+Tensor adaptive_measure(const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+  return measure(hvd_quant::adaptive_measure, grad, residual, ratio, step);
+}
+
+std::tuple<int64_t, std::string> check(const Tensor& payload, std::string codec, int64_t numel, int64_t body_bytes) {
+  check_vector(payload, "payload", at::kByte);
+  int64_t flags = 0;
+  std::string error = complaint([&] {
+    flags = hvd_quant::check({payload.const_data_ptr<uint8_t>(), payload.numel()}, codec, numel, body_bytes);
+  });
+  return {flags, std::move(error)};
+}
+
+void seal(const Tensor& payload, bool finite) {
+  check_vector(payload, "payload", at::kByte);
+  TORCH_CHECK_VALUE(payload.numel() >= hvd_quant::kHeaderBytes && payload.numel() % 4 == 0, "payload has ", payload.numel(),
+                    " bytes, expected a multiple of 4, at least 32");
+  hvd_quant::seal(payload.mutable_data_ptr<uint8_t>(), payload.numel(), finite);
+}
+
+// The benchmark's two limits: reading two vectors and writing one, and writing one.
+void stream_add(const Tensor& a, const Tensor& b, const Tensor& out) {
+  for (const Tensor* t : {&a, &b, &out}) {
+    check_vector(*t, "vector", at::kFloat);
+    TORCH_CHECK_VALUE(t->numel() == out.numel(), "vectors of ", t->numel(), " and ", out.numel(), " entries, expected the same");
+  }
+  const float *x = a.const_data_ptr<float>(), *y = b.const_data_ptr<float>();
+  float* z = out.mutable_data_ptr<float>();
+  threads()(out.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    hvd_quant::loops().add_all(x + begin, y + begin, z + begin, end - begin);
+  });
+}
+
+void stream_fill(const Tensor& out, double value, bool bypass_caches) {
+  check_vector(out, "vector", at::kFloat);
+  float* z = out.mutable_data_ptr<float>();
+  threads()(out.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    hvd_quant::loops().fill(float(value), z + begin, end - begin, bypass_caches);
+  });
+}
+
+std::string simd_level() { return hvd_quant::level_name(hvd_quant::level()); }
+
+}  // namespace
+
+TORCH_LIBRARY(hvd_quant, m) {
+  m.def("onebit_encode(Tensor grad, Tensor(a!)? residual, int block_size, bool zeros) -> Tensor");
+  m.def("onebit_decode_sum(Tensor[] payloads, int block_size, bool zeros, Tensor(a!) out) -> str");
+  m.def("threshold_encode(Tensor grad, Tensor(a!)? residual, float tau, int slots, int step) -> Tensor");
+  m.def("threshold_decode_sum(Tensor[] payloads, int slots, Tensor(a!) out) -> str");
+  m.def("adaptive_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
+  m.def("adaptive_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, int step) -> Tensor");
+  m.def("adaptive_decode_sum(Tensor[] payloads, int slots, Tensor(a!) out) -> str");
+  m.def("topk_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
+  m.def("topk_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, str values, int step) -> Tensor");
+  m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, Tensor(a!) out) -> str");
+  m.def("check(Tensor payload, str codec, int numel, int body_bytes) -> (int, str)");
+  m.def("seal(Tensor(a!) payload, bool finite) -> ()");
+  m.def("stream_add(Tensor a, Tensor b, Tensor(a!) out) -> ()");
+  m.def("stream_fill(Tensor(a!) out, float value, bool bypass_caches) -> ()");
+  m.def("simd_level() -> str", simd_level);
+}
+
+TORCH_LIBRARY_IMPL(hvd_quant, CPU, m) {
+  m.impl("onebit_encode", onebit_encode);
+  m.impl("onebit_decode_sum", onebit_decode_sum);
+  m.impl("threshold_encode", threshold_encode);
+  m.impl("threshold_decode_sum", threshold_decode_sum);
+  m.impl("adaptive_measure", adaptive_measure);
+  m.impl("adaptive_encode", adaptive_encode);
+  m.impl("adaptive_decode_sum", adaptive_decode_sum);
+  m.impl("topk_measure", topk_measure);
+  m.impl("topk_encode", topk_encode);
+  m.impl("topk_decode_sum", topk_decode_sum);
+  m.impl("check", check);
+  m.impl("seal", seal);
+  m.impl("stream_add", stream_add);
+  m.impl("stream_fill", stream_fill);
+}
