@@ -12,6 +12,8 @@ from setuptools import setup
 # Workers must compute the same bits whatever their processors: nothing here may depend on the machine that builds
 # (-march=native), or let the compiler reorder or fuse floating-point operations.
 COMPILE_ARGS = ["-O3", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden"]
+# PyTorch's parallel_for is compiled into the caller, and without this into a loop on one thread.
+OPENMP = ["-fopenmp"]
 
 
 def torch_extension() -> dict:
@@ -22,7 +24,8 @@ def torch_extension() -> dict:
         ["csrc/torch_ops.cc"],
         include_dirs=["csrc"],
         depends=glob("csrc/kernels/*.h"),
-        extra_compile_args=COMPILE_ARGS,
+        extra_compile_args=COMPILE_ARGS + OPENMP,
+        extra_link_args=OPENMP,
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=False)}}
 

@@ -100,11 +100,11 @@ class Bench:
             f"onebit decode_sum of {WORKERS}":
                 lambda step: ops.onebit_decode_sum(payloads["onebit"], n, BLOCK_SIZE, out=out),
             f"threshold decode_sum of {WORKERS}":
-                lambda step: ops.threshold_decode_sum(payloads["threshold"], n, ops.slots_for(1 / 64, n), out),
+                lambda step: ops.threshold_decode_sum(payloads["threshold"], n, ops.slots_for(1 / 64, n), out=out),
             f"adaptive 1/64 decode_sum of {WORKERS}":
-                lambda step: ops.adaptive_decode_sum(payloads["adaptive 1/64"], n, ops.slots_for(1 / 64, n), out),
+                lambda step: ops.adaptive_decode_sum(payloads["adaptive 1/64"], n, ops.slots_for(1 / 64, n), out=out),
             f"topk 1 % decode_sum of {WORKERS}":
-                lambda step: ops.topk_decode_sum(payloads["topk 1 %"], n, ops.slots_for(0.01, n), "float32", out),
+                lambda step: ops.topk_decode_sum(payloads["topk 1 %"], n, ops.slots_for(0.01, n), "float32", out=out),
         }
         if baseline:
             rows[BASELINE] = lambda step: topk_with_torch(self.grad(step), residual, ops.slots_for(0.01, n))

@@ -108,11 +108,12 @@ Tensor onebit_encode(const Tensor& grad, const std::optional<Tensor>& residual, 
   return payload;
 }
 
-std::string onebit_decode_sum(const std::vector<Tensor>& payloads, int64_t block_size, bool zeros, const Tensor& out) {
+std::string onebit_decode_sum(const std::vector<Tensor>& payloads, int64_t block_size, bool zeros, double scale,
+                              const Tensor& out) {
   const std::vector<Bytes> bytes = bytes_of(payloads, out);
   check_block_size(block_size);
   return complaint([&] {
-    hvd_quant::onebit_decode_sum(bytes, out.numel(), block_size, zeros, out.mutable_data_ptr<float>(), threads());
+    hvd_quant::onebit_decode_sum(bytes, out.numel(), block_size, zeros, float(scale), out.mutable_data_ptr<float>(), threads());
   });
 }
 
@@ -143,24 +144,25 @@ Tensor topk_encode(const Tensor& grad, const std::optional<Tensor>& residual, co
   return sparse_encode(topk_code(values), grad, residual, beyond(thresholds), slots, step);
 }
 
-std::string sparse_decode_sum(Code code, const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
+std::string sparse_decode_sum(Code code, const std::vector<Tensor>& payloads, int64_t slots, double scale, const Tensor& out) {
   const std::vector<Bytes> bytes = bytes_of(payloads, out);
   check_slots(slots);
   return complaint([&] {
-    hvd_quant::sparse_decode_sum(code, bytes, out.numel(), slots, out.mutable_data_ptr<float>(), threads());
+    hvd_quant::sparse_decode_sum(code, bytes, out.numel(), slots, float(scale), out.mutable_data_ptr<float>(), threads());
   });
 }
 
-std::string threshold_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
-  return sparse_decode_sum(Code::threshold, payloads, slots, out);
+std::string threshold_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, double scale, const Tensor& out) {
+  return sparse_decode_sum(Code::threshold, payloads, slots, scale, out);
 }
 
-std::string adaptive_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, const Tensor& out) {
-  return sparse_decode_sum(Code::adaptive, payloads, slots, out);
+std::string adaptive_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, double scale, const Tensor& out) {
+  return sparse_decode_sum(Code::adaptive, payloads, slots, scale, out);
 }
 
-std::string topk_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, std::string values, const Tensor& out) {
-  return sparse_decode_sum(topk_code(values), payloads, slots, out);
+std::string topk_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, std::string values, double scale,
+                            const Tensor& out) {
+  return sparse_decode_sum(topk_code(values), payloads, slots, scale, out);
 }
 
 using Measure = void (*)(const float*, const float*, int64_t, double, int64_t, float*);
@@ -223,16 +225,16 @@ std::string simd_level() { return hvd_quant::level_name(hvd_quant::level()); }
 }  // namespace
 
 TORCH_LIBRARY(hvd_quant, m) {
-  m.def("onebit_encode(Tensor grad, Tensor(a!)? residual, int block_size, bool zeros) -> Tensor");
-  m.def("onebit_decode_sum(Tensor[] payloads, int block_size, bool zeros, Tensor(a!) out) -> str");
+  m.def("onebit_encode(Tensor grad, Tensor(a!)? residual, int block_size, bool zeros=False) -> Tensor");
+  m.def("onebit_decode_sum(Tensor[] payloads, int block_size, bool zeros=False, *, float scale, Tensor(a!) out) -> str");
   m.def("threshold_encode(Tensor grad, Tensor(a!)? residual, float tau, int slots, int step) -> Tensor");
-  m.def("threshold_decode_sum(Tensor[] payloads, int slots, Tensor(a!) out) -> str");
+  m.def("threshold_decode_sum(Tensor[] payloads, int slots, *, float scale, Tensor(a!) out) -> str");
   m.def("adaptive_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
   m.def("adaptive_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, int step) -> Tensor");
-  m.def("adaptive_decode_sum(Tensor[] payloads, int slots, Tensor(a!) out) -> str");
+  m.def("adaptive_decode_sum(Tensor[] payloads, int slots, *, float scale, Tensor(a!) out) -> str");
   m.def("topk_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
   m.def("topk_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, str values, int step) -> Tensor");
-  m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, Tensor(a!) out) -> str");
+  m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, *, float scale, Tensor(a!) out) -> str");
   m.def("check(Tensor payload, str codec, int numel, int body_bytes) -> (int, str)");
   m.def("seal(Tensor(a!) payload, bool finite) -> ()");
   m.def("stream_add(Tensor a, Tensor b, Tensor(a!) out) -> ()");

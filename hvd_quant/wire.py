@@ -153,7 +153,7 @@ def seal(payload: np.ndarray) -> np.ndarray:
 
 def failure(codec: str, numel: int, rank: int, reason: str) -> np.ndarray:
     """What a worker that could not encode sends instead, so that the others do not wait for it: its rank and the reason."""
-    text = reason.encode()[:4096].decode(errors="ignore").encode()
+    text = reason.replace("\0", "?").encode()[:4096].decode(errors="ignore").encode()
     body = _FAILURE.pack(rank, len(text)) + text
     body += bytes(padded(len(body)) - len(body))
     return seal(np.concatenate([pack_header(codec, numel, len(body), FAILED), np.frombuffer(body, np.uint8)]))

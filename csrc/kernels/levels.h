@@ -17,7 +17,7 @@ struct Loops {
   uint64_t (*weigh)(const uint8_t*, int64_t);
   bool (*onebit_encode_blocks)(const float*, float*, float*, int64_t, int64_t, bool, int64_t, int64_t, uint8_t*, uint8_t*,
                                uint8_t*);
-  void (*onebit_decode_blocks)(const OnebitView*, int, int64_t, int64_t, bool, int64_t, int64_t, float*, bool);
+  void (*onebit_decode_blocks)(const OnebitView*, int, int64_t, int64_t, bool, int64_t, int64_t, float, float*, bool);
   bool (*scan_unit)(const float*, float*, int, float, float, uint64_t*, int*, int*);
   int (*list_unit)(const uint64_t*, int, uint8_t*, uint16_t*, const float*, const float*);
   void (*gather)(const float*, const uint16_t*, int, uint8_t*, float*);
@@ -26,7 +26,7 @@ struct Loops {
   void (*split_signs)(float*, int, float, float, uint8_t*);
   int (*place_unit)(const uint8_t*, int, const uint8_t*, uint16_t*);
   bool (*ascending)(const uint16_t*, int);
-  void (*move_tile)(float*, float*, int, bool);
+  void (*move_tile)(float*, float, float*, int, bool);
   void (*halve)(float*, int, uint16_t*);
   void (*widen)(const uint16_t*, int, float*);
   void (*add_all)(const float*, const float*, float*, int64_t);

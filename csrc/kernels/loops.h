@@ -163,10 +163,10 @@ static bool onebit_encode_blocks(const float* g, float* e, float* scratch, int64
   return fine;
 }
 
-// The sum of the blocks [first, last) of n payloads, 64 entries at a time in registers.
+// `scale` times the sum of the blocks [first, last) of n payloads, 64 entries at a time in registers.
 HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, int64_t first,
-                                    int64_t last, float* out, const bool zeros, const bool streamed) {
-  const F zero = set(0);
+                                    int64_t last, float scale, float* out, const bool zeros, const bool streamed) {
+  const F zero = set(0), factor = set(scale);
   for (int64_t b = first; b < last; ++b) {
     const int64_t begin = b * block_size, end = numel - begin < block_size ? numel : begin + block_size;
     for (int64_t at = begin; at < end; at += 64) {
@@ -192,6 +192,7 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
         }
       }
       for (int i = 0; i < 4; ++i) {
+        x[i] = mul(x[i], factor);
         const int64_t rest = left - 16 * i;
         if (rest >= 16) {
           if (streamed)
@@ -208,15 +209,15 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
 }
 
 static void onebit_decode_blocks(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, bool zeros,
-                                 int64_t first, int64_t last, float* out, bool streamed) {
+                                 int64_t first, int64_t last, float scale, float* out, bool streamed) {
   if (zeros && streamed)
-    onebit_decode(payloads, n, numel, block_size, first, last, out, true, true);
+    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, true, true);
   else if (zeros)
-    onebit_decode(payloads, n, numel, block_size, first, last, out, true, false);
+    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, true, false);
   else if (streamed)
-    onebit_decode(payloads, n, numel, block_size, first, last, out, false, true);
+    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, false, true);
   else
-    onebit_decode(payloads, n, numel, block_size, first, last, out, false, false);
+    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, false, false);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sparse
@@ -361,27 +362,27 @@ static bool ascending(const uint16_t* places, int k) {
   return !bad;
 }
 
-// n floats from `tile` to `out`, leaving zeros in the tile. With `streamed` they bypass the caches.
-static void move_tile(float* tile, float* out, int n, bool streamed) {
-  const F zero = set(0);
+// n floats, times `scale`, from `tile` to `out`, leaving zeros in the tile. With `streamed` they bypass the caches.
+static void move_tile(float* tile, float scale, float* out, int n, bool streamed) {
+  const F zero = set(0), factor = set(scale);
   int i = 0;
   if (streamed) {
     for (; i < n && (uintptr_t(out + i) & 63); ++i) {
-      out[i] = tile[i];
+      out[i] = tile[i] * scale;
       tile[i] = 0;
     }
     for (; i + 16 <= n; i += 16) {
-      stream(out + i, load(tile + i));
+      stream(out + i, mul(load(tile + i), factor));
       store(tile + i, zero);
     }
     fence();
   }
   for (; i + 16 <= n; i += 16) {
-    store(out + i, load(tile + i));
+    store(out + i, mul(load(tile + i), factor));
     store(tile + i, zero);
   }
   for (; i < n; ++i) {
-    out[i] = tile[i];
+    out[i] = tile[i] * scale;
     tile[i] = 0;
   }
 }

@@ -35,8 +35,9 @@ inline void onebit_encode(const float* g, float* e, int64_t numel, int64_t block
   seal(payload, kHeaderBytes + padded(body), finite);
 }
 
-inline void onebit_decode_sum(const std::vector<Bytes>& payloads, int64_t numel, int64_t block_size, bool zeros, float* out,
-                              const Parallel& parallel) {
+// out = scale times the sum of the payloads.
+inline void onebit_decode_sum(const std::vector<Bytes>& payloads, int64_t numel, int64_t block_size, bool zeros, float scale,
+                              float* out, const Parallel& parallel) {
   const int64_t blocks = ceil_div(numel, block_size), plane = ceil_div(numel, 8);
   std::vector<OnebitView> views(payloads.size());
   const auto unused = [&](const uint8_t* bits) { return numel % 8 ? bits[plane - 1] >> numel % 8 : 0; };
@@ -60,7 +61,8 @@ inline void onebit_decode_sum(const std::vector<Bytes>& payloads, int64_t numel,
   // block_size is a multiple of 64 entries, so all blocks are aligned if the first is.
   const bool streamed = numel >= kStreamedEntries && reinterpret_cast<uintptr_t>(out) % 64 == 0;
   parallel(blocks, std::max<int64_t>(1, (1 << 15) / block_size), [&](int64_t begin, int64_t end) {
-    loops().onebit_decode_blocks(views.data(), int(views.size()), numel, block_size, zeros, begin, end, out, streamed);
+    loops().onebit_decode_blocks(views.data(), int(views.size()), numel, block_size, zeros, begin, end, scale, out,
+                                 streamed);
   });
 }
 

@@ -103,6 +103,7 @@ HVD_QUANT_INLINE void stream(float* p, F a) { std::memcpy(p, &a, 64); }
 HVD_QUANT_INLINE void fence() {}
 HVD_QUANT_INLINE F add(F a, F b) { HVD_QUANT_EACH a.x[i] += b.x[i]; return a; }
 HVD_QUANT_INLINE F sub(F a, F b) { HVD_QUANT_EACH a.x[i] -= b.x[i]; return a; }
+HVD_QUANT_INLINE F mul(F a, F b) { HVD_QUANT_EACH a.x[i] *= b.x[i]; return a; }
 HVD_QUANT_INLINE M ge(F a, F b) { M r; HVD_QUANT_EACH r.x[i] = a.x[i] >= b.x[i]; return r; }
 HVD_QUANT_INLINE M gt(F a, F b) { M r; HVD_QUANT_EACH r.x[i] = a.x[i] > b.x[i]; return r; }
 HVD_QUANT_INLINE M both(M a, M b) { HVD_QUANT_EACH a.x[i] &= b.x[i]; return a; }
@@ -208,6 +209,7 @@ HVD_QUANT_INLINE void stream(float* p, F x) { _mm256_stream_ps(p, x.a), _mm256_s
 HVD_QUANT_INLINE void fence() { _mm_sfence(); }
 HVD_QUANT_INLINE F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 HVD_QUANT_INLINE F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+HVD_QUANT_INLINE F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 HVD_QUANT_INLINE M ge(F x, F y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)}; }
 HVD_QUANT_INLINE M gt(F x, F y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)}; }
 HVD_QUANT_INLINE M both(M x, M y) { return {_mm256_and_ps(x.a, y.a), _mm256_and_ps(x.b, y.b)}; }
@@ -265,6 +267,7 @@ HVD_QUANT_INLINE void stream(float* p, F a) { _mm512_stream_ps(p, a.x); }
 HVD_QUANT_INLINE void fence() { _mm_sfence(); }
 HVD_QUANT_INLINE F add(F a, F b) { return {_mm512_add_ps(a.x, b.x)}; }
 HVD_QUANT_INLINE F sub(F a, F b) { return {_mm512_sub_ps(a.x, b.x)}; }
+HVD_QUANT_INLINE F mul(F a, F b) { return {_mm512_mul_ps(a.x, b.x)}; }
 HVD_QUANT_INLINE M ge(F a, F b) { return {_mm512_cmp_ps_mask(a.x, b.x, _CMP_GE_OQ)}; }
 HVD_QUANT_INLINE M gt(F a, F b) { return {_mm512_cmp_ps_mask(a.x, b.x, _CMP_GT_OQ)}; }
 HVD_QUANT_INLINE M both(M a, M b) { return {(__mmask16)(a.m & b.m)}; }

@@ -276,8 +276,9 @@ inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, 
   }
 }
 
-inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int64_t numel, int64_t slots, float* out,
-                              const Parallel& parallel) {
+// out = scale times the sum of the payloads.
+inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int64_t numel, int64_t slots, float scale,
+                              float* out, const Parallel& parallel) {
   const SparseLayout at(code, numel, slots);
   std::vector<uint32_t> first(payloads.size() * size_t(at.units));
   const bool finite = check_all(payloads.size(), parallel, numel, out, [&](int64_t i) {
@@ -291,7 +292,7 @@ inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int
     for (int64_t unit = begin; unit < end; ++unit) {
       for (size_t i = 0; i < payloads.size(); ++i)
         add_unit(code, at, payloads[i].data, unit, first[i * at.units + unit], tile);
-      loops().move_tile(tile, out + unit * kUnit, at.unit_entries(unit), numel >= kStreamedEntries);
+      loops().move_tile(tile, scale, out + unit * kUnit, at.unit_entries(unit), numel >= kStreamedEntries);
     }
   });
 }

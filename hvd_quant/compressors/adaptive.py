@@ -53,4 +53,7 @@ class Adaptive(Compressor):
         return ops.adaptive_encode(grad, state.get("residual"), params, self._slots(info), info.step)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out)
+        return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out=out)
+
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / len(payloads))

@@ -28,7 +28,7 @@ class _Half(Compressor):
         return ops.cast_encode(grad, self.dtype, self.name)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.cast_decode_sum(payloads, info.numel, self.dtype, self.name, out)
+        return ops.cast_decode_sum(payloads, info.numel, self.dtype, self.name, out=out)
 
 
 @register

@@ -28,7 +28,7 @@ class NoCompression(Compressor):
         return ops.cast_encode(grad, "float32", self.name)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.cast_decode_sum(payloads, info.numel, "float32", self.name, out)
+        return ops.cast_decode_sum(payloads, info.numel, "float32", self.name, out=out)
 
     def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, None]:
         total = yield grad

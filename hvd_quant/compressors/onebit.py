@@ -49,4 +49,7 @@ class OneBit(Compressor):
         return ops.onebit_encode(grad, state.get("residual"), self.block_size, self.zeros)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out)
+        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out=out)
+
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out=out, scale=1 / len(payloads))

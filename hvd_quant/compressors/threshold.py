@@ -50,4 +50,7 @@ class Threshold(Compressor):
         return ops.threshold_encode(grad, state.get("residual"), self.tau, self._slots(info), info.step)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out)
+        return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out=out)
+
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / len(payloads))

@@ -52,4 +52,7 @@ class TopK(Compressor):
         return ops.topk_encode(grad, state.get("residual"), params, self._slots(info), self.values, info.step)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out)
+        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out)
+
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out, scale=1 / len(payloads))

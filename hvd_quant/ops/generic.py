@@ -132,12 +132,13 @@ def as_floats(data: Array) -> Array:
     return data.view(array_namespace(data).float32)
 
 
-def add_up(terms: Iterable[tuple[Array, bool]], out: Array) -> Array:
+def add_up(terms: Iterable[tuple[Array, bool]], out: Array, scale: float = 1.0) -> Array:
     """Add decoded vectors in order, starting at +0, into ``out``; NaN throughout if one of them was not finite.
 
     Arguments:
         terms: pairs of a vector of the length of ``out`` and whether it was finite when it was encoded.
         out: fp32, 1-D; what it holds is overwritten.
+        scale: the sum is multiplied by its fp32 value.
     """
     out[:] = 0.0
     finite = True
@@ -145,8 +146,14 @@ def add_up(terms: Iterable[tuple[Array, bool]], out: Array) -> Array:
         finite &= ok
         with _quiet():
             out += term
+    return _finish_sum(out, finite, scale)
+
+
+def _finish_sum(out: Array, finite: bool, scale: float) -> Array:
     if not finite:
         out[:] = math.nan
+    elif scale != 1.0:
+        out *= float(np.float32(scale))
     return out
 
 
@@ -197,7 +204,7 @@ def widen(half: Array, out: Array) -> None:
     out[:] = array_namespace(half).astype(half, out.dtype)
 
 
-def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, out: Array | None = None) -> Array:
+def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, *, out: Array | None = None) -> Array:
     """The sum of what :func:`cast_encode` made."""
     out = new_vector(numel, payloads[0]) if out is None else out
     return add_up((_cast_decode(payload, numel, dtype, codec) for payload in payloads), out)
@@ -253,11 +260,11 @@ def _finite_levels(levels: Array) -> tuple[Array, Array]:
     return xp.where(ok[:, None], levels, xp.zeros_like(levels)), xp.all(ok)
 
 
-def onebit_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros: bool = False,
-                      out: Array | None = None) -> Array:
-    """The sum of what :func:`onebit_encode` made."""
+def onebit_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros: bool = False, *,
+                      out: Array | None = None, scale: float = 1.0) -> Array:
+    """The sum of what :func:`onebit_encode` made, times ``scale``."""
     out = new_vector(numel, payloads[0]) if out is None else out
-    return add_up((_onebit_decode(payload, numel, block_size, zeros) for payload in payloads), out)
+    return add_up((_onebit_decode(payload, numel, block_size, zeros) for payload in payloads), out, scale)
 
 
 def _onebit_decode(payload: Array, numel: int, block_size: int, zeros: bool) -> tuple[Array, bool]:
@@ -427,7 +434,7 @@ def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Ar
 
 
 def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int, nlevels: int, values: str | None,
-                       out: Array | None) -> Array:
+                       out: Array | None, scale: float) -> Array:
     out = new_vector(numel, payloads[0]) if out is None else out
     out[:] = 0.0
     finite = True
@@ -436,9 +443,7 @@ def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int
         finite &= ok
         with _quiet():
             out[index] += value
-    if not finite:
-        out[:] = math.nan
-    return out
+    return _finish_sum(out, finite, scale)
 
 
 def _sparse_decode(codec: str, payload: Array, numel: int, slots: int, nlevels: int,
@@ -476,16 +481,19 @@ def _sparse_decode(codec: str, payload: Array, numel: int, slots: int, nlevels: 
     return index, value, finite
 
 
-def threshold_decode_sum(payloads: list[Array], numel: int, slots: int, out: Array | None = None) -> Array:
-    """The sum of what :func:`threshold_encode` made."""
-    return _sparse_decode_sum("threshold", payloads, numel, slots, 1, None, out)
+def threshold_decode_sum(payloads: list[Array], numel: int, slots: int, *, out: Array | None = None,
+                         scale: float = 1.0) -> Array:
+    """The sum of what :func:`threshold_encode` made, times ``scale``."""
+    return _sparse_decode_sum("threshold", payloads, numel, slots, 1, None, out, scale)
 
 
-def adaptive_decode_sum(payloads: list[Array], numel: int, slots: int, out: Array | None = None) -> Array:
-    """The sum of what :func:`adaptive_encode` made."""
-    return _sparse_decode_sum("adaptive", payloads, numel, slots, units_of(numel), None, out)
+def adaptive_decode_sum(payloads: list[Array], numel: int, slots: int, *, out: Array | None = None,
+                        scale: float = 1.0) -> Array:
+    """The sum of what :func:`adaptive_encode` made, times ``scale``."""
+    return _sparse_decode_sum("adaptive", payloads, numel, slots, units_of(numel), None, out, scale)
 
 
-def topk_decode_sum(payloads: list[Array], numel: int, slots: int, values: str, out: Array | None = None) -> Array:
-    """The sum of what :func:`topk_encode` made."""
-    return _sparse_decode_sum("topk", payloads, numel, slots, 0, values, out)
+def topk_decode_sum(payloads: list[Array], numel: int, slots: int, values: str, *, out: Array | None = None,
+                    scale: float = 1.0) -> Array:
+    """The sum of what :func:`topk_encode` made, times ``scale``."""
+    return _sparse_decode_sum("topk", payloads, numel, slots, 0, values, out, scale)

@@ -5,7 +5,10 @@ Same names, arguments and bytes. Tensors of other devices go to the generic func
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,10 +30,21 @@ _native = torch.ops.hvd_quant
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def _for_cpu(native: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``native`` for tensors on the CPU, ``reference`` for others; both take a tensor, or a list of them, first."""
+
+    @functools.wraps(reference)
+    def function(first: Any, *args: Any, **kwargs: Any) -> Tensor:
+        on_cpu = (first[0] if isinstance(first, list) else first).is_cpu
+        return (native if on_cpu else reference)(first, *args, **kwargs)
+
+    return function
+
+
 def _vector(payloads: list[Tensor], numel: int, out: Tensor | None) -> Tensor:
     """Where the sum of ``payloads`` goes: ``out``, or a new vector."""
     if out is None:
-        return torch.empty(numel, dtype=torch.float32, device=payloads[0].device)
+        return generic.new_vector(numel, payloads[0])
     if out.shape != (numel,):
         raise ValueError(f"out has shape {tuple(out.shape)}, expected ({numel},)")
     return out
@@ -41,11 +55,33 @@ def _raise(error: str) -> None:
         raise wire.PayloadError(error)
 
 
+def _decoder(op: Callable[..., str], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function for ``op``, whose arguments are those of ``reference`` without numel, with scale and out last."""
+
+    def native(payloads: list[Tensor], numel: int, *knobs: Any, out: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        out = _vector(payloads, numel, out)
+        _raise(op(payloads, *knobs, scale=scale, out=out))
+        return out
+
+    return _for_cpu(native, reference)
+
+
+onebit_encode = _for_cpu(_native.onebit_encode, generic.onebit_encode)
+onebit_decode_sum = _decoder(_native.onebit_decode_sum, generic.onebit_decode_sum)
+threshold_encode = _for_cpu(_native.threshold_encode, generic.threshold_encode)
+threshold_decode_sum = _decoder(_native.threshold_decode_sum, generic.threshold_decode_sum)
+adaptive_measure = _for_cpu(_native.adaptive_measure, generic.adaptive_measure)
+adaptive_encode = _for_cpu(_native.adaptive_encode, generic.adaptive_encode)
+adaptive_decode_sum = _decoder(_native.adaptive_decode_sum, generic.adaptive_decode_sum)
+topk_measure = _for_cpu(_native.topk_measure, generic.topk_measure)
+topk_encode = _for_cpu(_native.topk_encode, generic.topk_encode)
+topk_decode_sum = _decoder(_native.topk_decode_sum, generic.topk_decode_sum)
+
+
 # ------------------------------------------------------------------------------------------------- none, fp16 and bf16
 
-def cast_encode(grad: Tensor, dtype: str, codec: str) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.cast_encode`."""
-    if not grad.is_cpu or not grad.numel():
+def _cast_encode(grad: Tensor, dtype: str, codec: str) -> Tensor:
+    if not grad.numel():
         return generic.cast_encode(grad, dtype, codec)
     nbytes = grad.numel() * _DTYPES[dtype].itemsize
     payload = torch.empty(wire.HEADER_BYTES + wire.padded(nbytes), dtype=torch.uint8)
@@ -59,10 +95,7 @@ def cast_encode(grad: Tensor, dtype: str, codec: str) -> Tensor:
     return payload
 
 
-def cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str, out: Tensor | None = None) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.cast_decode_sum`."""
-    if not payloads[0].is_cpu:
-        return generic.cast_decode_sum(payloads, numel, dtype, codec, out)
+def _cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str, *, out: Tensor | None = None) -> Tensor:
     out = _vector(payloads, numel, out)
     nbytes = numel * _DTYPES[dtype].itemsize
     terms, flags = [], 0
@@ -89,84 +122,5 @@ def _all_finite(values: Tensor) -> bool:
     return not values.numel() or all(bool(torch.isfinite(bound)) for bound in values.aminmax())
 
 
-# -------------------------------------------------------------------------------------------------------------- onebit
-
-def onebit_encode(grad: Tensor, residual: Tensor | None, block_size: int, zeros: bool = False) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.onebit_encode`."""
-    if not grad.is_cpu:
-        return generic.onebit_encode(grad, residual, block_size, zeros)
-    return _native.onebit_encode(grad, residual, block_size, zeros)
-
-
-def onebit_decode_sum(payloads: list[Tensor], numel: int, block_size: int, zeros: bool = False,
-                      out: Tensor | None = None) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.onebit_decode_sum`."""
-    if not payloads[0].is_cpu:
-        return generic.onebit_decode_sum(payloads, numel, block_size, zeros, out)
-    out = _vector(payloads, numel, out)
-    _raise(_native.onebit_decode_sum(payloads, block_size, zeros, out))
-    return out
-
-
-# ---------------------------------------------------------------------------------- sparse: threshold, adaptive, topk
-
-def threshold_encode(grad: Tensor, residual: Tensor | None, tau: float, slots: int, step: int) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.threshold_encode`."""
-    if not grad.is_cpu:
-        return generic.threshold_encode(grad, residual, tau, slots, step)
-    return _native.threshold_encode(grad, residual, tau, slots, step)
-
-
-def threshold_decode_sum(payloads: list[Tensor], numel: int, slots: int, out: Tensor | None = None) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.threshold_decode_sum`."""
-    if not payloads[0].is_cpu:
-        return generic.threshold_decode_sum(payloads, numel, slots, out)
-    out = _vector(payloads, numel, out)
-    _raise(_native.threshold_decode_sum(payloads, slots, out))
-    return out
-
-
-def adaptive_measure(grad: Tensor, residual: Tensor | None, ratio: float, step: int) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.adaptive_measure`."""
-    if not grad.is_cpu:
-        return generic.adaptive_measure(grad, residual, ratio, step)
-    return _native.adaptive_measure(grad, residual, ratio, step)
-
-
-def adaptive_encode(grad: Tensor, residual: Tensor | None, thresholds: Tensor, slots: int, step: int) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.adaptive_encode`."""
-    if not grad.is_cpu:
-        return generic.adaptive_encode(grad, residual, thresholds, slots, step)
-    return _native.adaptive_encode(grad, residual, thresholds, slots, step)
-
-
-def adaptive_decode_sum(payloads: list[Tensor], numel: int, slots: int, out: Tensor | None = None) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.adaptive_decode_sum`."""
-    if not payloads[0].is_cpu:
-        return generic.adaptive_decode_sum(payloads, numel, slots, out)
-    out = _vector(payloads, numel, out)
-    _raise(_native.adaptive_decode_sum(payloads, slots, out))
-    return out
-
-
-def topk_measure(grad: Tensor, residual: Tensor | None, ratio: float, step: int) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.topk_measure`."""
-    if not grad.is_cpu:
-        return generic.topk_measure(grad, residual, ratio, step)
-    return _native.topk_measure(grad, residual, ratio, step)
-
-
-def topk_encode(grad: Tensor, residual: Tensor | None, thresholds: Tensor, slots: int, values: str, step: int) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.topk_encode`."""
-    if not grad.is_cpu:
-        return generic.topk_encode(grad, residual, thresholds, slots, values, step)
-    return _native.topk_encode(grad, residual, thresholds, slots, values, step)
-
-
-def topk_decode_sum(payloads: list[Tensor], numel: int, slots: int, values: str, out: Tensor | None = None) -> Tensor:
-    """See :func:`hvd_quant.ops.generic.topk_decode_sum`."""
-    if not payloads[0].is_cpu:
-        return generic.topk_decode_sum(payloads, numel, slots, values, out)
-    out = _vector(payloads, numel, out)
-    _raise(_native.topk_decode_sum(payloads, slots, values, out))
-    return out
+cast_encode = _for_cpu(_cast_encode, generic.cast_encode)
+cast_decode_sum = _for_cpu(_cast_decode_sum, generic.cast_decode_sum)

@@ -43,10 +43,10 @@ class Codec:
     def decode_sum(self, backend, payloads, numel, out=None):
         slots = generic.slots_for(self.ratio, numel)
         if self.name == "onebit":
-            return backend.onebit_decode_sum(payloads, numel, self.block_size, self.zeros, out)
+            return backend.onebit_decode_sum(payloads, numel, self.block_size, self.zeros, out=out)
         if self.name == "topk":
-            return backend.topk_decode_sum(payloads, numel, slots, self.values, out)
-        return getattr(backend, f"{self.name}_decode_sum")(payloads, numel, slots, out)
+            return backend.topk_decode_sum(payloads, numel, slots, self.values, out=out)
+        return getattr(backend, f"{self.name}_decode_sum")(payloads, numel, slots, out=out)
 
     def levels(self, numel):
         """The bytes of a payload that hold levels computed as means."""
