@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <optional>
 #include <string>
@@ -20,6 +21,11 @@
 namespace {
 
 using at::Tensor;
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 2
+using Residual = c10::optional<Tensor>;  // the dispatcher does not know std::optional yet
+#else
+using Residual = std::optional<Tensor>;
+#endif
 using hvd_quant::Bytes;
 using hvd_quant::Code;
 using hvd_quant::SparseLayout;
@@ -41,7 +47,7 @@ void check_vector(const Tensor& t, const char* name, at::ScalarType dtype) {
 }
 
 // The gradient's and the residual's memory; the latter may be null.
-std::tuple<const float*, float*> state(const Tensor& grad, const std::optional<Tensor>& residual) {
+std::tuple<const float*, float*> state(const Tensor& grad, const Residual& residual) {
   check_vector(grad, "grad", at::kFloat);
   if (!residual) return {grad.const_data_ptr<float>(), nullptr};
   check_vector(*residual, "residual", at::kFloat);
@@ -100,7 +106,7 @@ std::string complaint(const Decode& decode) {
   return "";
 }
 
-Tensor onebit_encode(const Tensor& grad, const std::optional<Tensor>& residual, int64_t block_size, bool zeros) {
+Tensor onebit_encode(const Tensor& grad, const Residual& residual, int64_t block_size, bool zeros) {
   const auto [g, e] = state(grad, residual);
   check_block_size(block_size);
   Tensor payload = empty_payload(hvd_quant::onebit_payload_bytes(grad.numel(), block_size, zeros));
@@ -117,7 +123,7 @@ std::string onebit_decode_sum(const std::vector<Tensor>& payloads, int64_t block
   });
 }
 
-Tensor sparse_encode(Code code, const Tensor& grad, const std::optional<Tensor>& residual, std::tuple<float, float> tau,
+Tensor sparse_encode(Code code, const Tensor& grad, const Residual& residual, std::tuple<float, float> tau,
                      int64_t slots, int64_t step) {
   const auto [g, e] = state(grad, residual);
   check_slots(slots);
@@ -127,19 +133,19 @@ Tensor sparse_encode(Code code, const Tensor& grad, const std::optional<Tensor>&
   return payload;
 }
 
-Tensor threshold_encode(const Tensor& grad, const std::optional<Tensor>& residual, double tau, int64_t slots, int64_t step) {
+Tensor threshold_encode(const Tensor& grad, const Residual& residual, double tau, int64_t slots, int64_t step) {
   const hvd_quant::DenormalGuard guard;
   const float t = float(tau);
   TORCH_CHECK_VALUE(t > 0 && std::isfinite(t), "tau is ", tau, ", expected a positive number that fp32 holds");
   return sparse_encode(Code::threshold, grad, residual, {t, -t}, slots, step);
 }
 
-Tensor adaptive_encode(const Tensor& grad, const std::optional<Tensor>& residual, const Tensor& thresholds, int64_t slots,
+Tensor adaptive_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots,
                        int64_t step) {
   return sparse_encode(Code::adaptive, grad, residual, beyond(thresholds), slots, step);
 }
 
-Tensor topk_encode(const Tensor& grad, const std::optional<Tensor>& residual, const Tensor& thresholds, int64_t slots,
+Tensor topk_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots,
                    std::string values, int64_t step) {
   return sparse_encode(topk_code(values), grad, residual, beyond(thresholds), slots, step);
 }
@@ -167,7 +173,7 @@ std::string topk_decode_sum(const std::vector<Tensor>& payloads, int64_t slots, 
 
 using Measure = void (*)(const float*, const float*, int64_t, double, int64_t, float*);
 
-Tensor measure(Measure kernel, const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+Tensor measure(Measure kernel, const Tensor& grad, const Residual& residual, double ratio, int64_t step) {
   const auto [g, e] = state(grad, residual);
   check_ratio(ratio);
   Tensor thresholds = at::empty({2}, grad.options());
@@ -175,11 +181,11 @@ Tensor measure(Measure kernel, const Tensor& grad, const std::optional<Tensor>& 
   return thresholds;
 }
 
-Tensor topk_measure(const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+Tensor topk_measure(const Tensor& grad, const Residual& residual, double ratio, int64_t step) {
   return measure(hvd_quant::topk_measure, grad, residual, ratio, step);
 }
 
-Tensor adaptive_measure(const Tensor& grad, const std::optional<Tensor>& residual, double ratio, int64_t step) {
+Tensor adaptive_measure(const Tensor& grad, const Residual& residual, double ratio, int64_t step) {
   return measure(hvd_quant::adaptive_measure, grad, residual, ratio, step);
 }
 

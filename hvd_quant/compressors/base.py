@@ -177,7 +177,10 @@ class Compressor:
     # ----------------------------------------------------------------------------------- what every codec comes with
 
     def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> None:
-        """Return the state to its value before ``payload`` was encoded from ``grad``, to fp32 rounding."""
+        """Return the state to its value before ``payload`` was encoded from ``grad``, to fp32 rounding of what was added.
+
+        This knows the residual; a codec with other state overrides it.
+        """
         if "residual" in state:
             own = self.decode_sum(ops, [ops.without_flags(payload)], info)
             ops.restore(state["residual"], own, grad)
@@ -227,8 +230,9 @@ class Compressor:
         Raises:
             ValueError: for a compressor that has to be bound first (:meth:`bind`).
         """
+        why = "keeps state by parameter" if self.stateful else "exchanges its payloads by the parameters' names"
         raise ValueError(
-            f"{self.spec} keeps state by parameter, so Horovod's own functions can't use it unbound: pass "
+            f"{self.spec} {why}, so Horovod's own functions can't use it unbound: pass "
             f"compression=compressor.bind(model.named_parameters()), or use hvd_quant's DistributedOptimizer")
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:

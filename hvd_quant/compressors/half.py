@@ -37,7 +37,8 @@ class FP16(_Half):
     """IEEE half precision, 2 bytes an entry, over Horovod's allreduce.
 
     Each worker sends g / n, so the sum can't overflow where the mean doesn't (Horovod's own fp16 sums g: two workers with
-    40000 give infinity). A mean beyond 65504 becomes infinite on all workers; below 6e-8 it flushes to 0.
+    40000 give infinity). A mean beyond 65504 becomes infinite on all workers. A worker's gradient below n * 3e-8 flushes to
+    0 (with Horovod's, below 3e-8); where that matters, scale the loss or use bf16.
     """
 
     name = "fp16"

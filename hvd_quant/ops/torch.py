@@ -21,10 +21,14 @@ from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor find
 Tensor = torch.Tensor
 
 _spec = importlib.util.find_spec("hvd_quant._torch_ops")
+_BUILD = "with torch installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in hvd_quant's source"
 if _spec is None or _spec.origin is None:
-    raise ImportError("hvd_quant was built without PyTorch: with torch installed, run `pip install --no-build-isolation "
-                      "--force-reinstall hvd_quant`, or `pip install --no-build-isolation .` in its source")
-torch.ops.load_library(_spec.origin)
+    raise ImportError(f"hvd_quant was built without its kernels for PyTorch: {_BUILD}")
+try:
+    torch.ops.load_library(_spec.origin)
+except OSError as error:
+    raise ImportError(f"hvd_quant's kernels were built for another PyTorch than {torch.__version__}: {_BUILD} ({error})"
+                      ) from error
 _native = torch.ops.hvd_quant
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

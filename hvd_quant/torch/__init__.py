@@ -4,6 +4,8 @@ Write ``import hvd_quant.torch as hvd`` in the place of ``import horovod.torch a
 :func:`DistributedOptimizer`.
 """
 
+import sys as _sys
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
@@ -20,6 +22,11 @@ from horovod.torch import *  # noqa: F403
 
 from hvd_quant import Compression
 from hvd_quant.torch.optimizer import DistributedOptimizer
+
+# Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.
+for _name, _module in list(_sys.modules.items()):
+    if _name.startswith("horovod.torch."):
+        _sys.modules.setdefault(_name.replace("horovod.", "hvd_quant.", 1), _module)
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")]
 

@@ -13,7 +13,7 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, selector
-from hvd_quant.torch.reducer import Reducer, drain
+from hvd_quant.torch.reducer import Reducer, drain, sparse_bytes
 from hvd_quant.torch.stock import Bound
 
 _Stock = horovod_optimizer._DistributedOptimizer
@@ -76,6 +76,9 @@ def DistributedOptimizer(
     stateless = Reducer([], selector("none"), Average, 1.0, process_set)
     cls.compression_state_dict = lambda self: stateless.state_dict()
     cls.load_compression_state_dict = lambda self, state: stateless.load_state_dict(state)
+    counted.stats.exchanges.update(dict.fromkeys(wrapped._parameter_names.values(), "dense"))
+    if hasattr(cls, "_sparse_allreduce_grad_async"):
+        cls._sparse_allreduce_grad_async = counted.sparse(cls._sparse_allreduce_grad_async)
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
     return wrapped
@@ -84,7 +87,8 @@ def DistributedOptimizer(
 def _resolve(compression: Any) -> Compressor | Mapping[str, Any] | Any:
     """A compressor, a mapping from patterns, or an object in Horovod's style."""
     if isinstance(compression, Bound):
-        return compression.compressor
+        raise TypeError("a bound compressor is for Horovod's own optimizer; pass the compressor itself: compression="
+                        f"{compression.compressor.spec!r}")
     if isinstance(compression, str) or isinstance(compression, type) and issubclass(compression, Compressor):
         return get_compressor(compression)
     if isinstance(compression, Compressor | Mapping):
@@ -101,7 +105,7 @@ def _spec(compression: Compressor | Mapping[str, Any]) -> str:
 
 
 class _Counted:
-    """A compressor in Horovod's sense that counts what it is given and what it returns."""
+    """A compressor in Horovod's sense that counts what it is given and what it returns, and sparse gradients."""
 
     def __init__(self, inner: Any, process_set: ProcessSet) -> None:
         self._inner, self._process_set, self.stats = inner, process_set, Stats()
@@ -115,6 +119,13 @@ class _Counted:
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         with self.stats.timed("decode"):
             return self._inner.decompress(tensor, ctx)
+
+    def sparse(self, method: Any) -> Any:
+        def counted(self_, p: torch.Tensor, name: str) -> Any:
+            self.stats.count(name, "sparse", p.numel(), sparse_bytes(p.grad), self._process_set.size())
+            return method(self_, p, name)
+
+        return counted
 
     def counting(self, method: Any) -> Any:
         def counted(self_, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +163,7 @@ def _zero_grad(self, set_to_none: bool = True) -> None:
     if self._handles:
         raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                              "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+    self._synchronized = False
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
 
@@ -170,10 +182,13 @@ class _Compressed:
             named_parameters = list(named_parameters)
         _Stock.__init__(self, params, named_parameters, horovod_optimizer.Compression.none, backward_passes_per_step, op,
                         gradient_predivide_factor, groups, sparse_as_dense, process_set)
-        # Horovod keeps a set; its order differs between workers.
-        self._ordered = [p for group in self.param_groups for p in group["params"] if p in self._requires_update]
-        self._reducer = Reducer([(self._parameter_names[p], p) for p in self._ordered], select, op,
-                                gradient_predivide_factor, process_set)
+        self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set)
+        self._ordered = []  # Horovod keeps a set, whose order differs between workers
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self._requires_update:
+                    self._ordered.append(p)
+                    self._reducer.add(self._parameter_names[p], p)
         self._sparse_dims = {}  # of parameters that have had a sparse gradient
 
     def _make_hook(self, p):
@@ -183,6 +198,7 @@ class _Compressed:
                     f"The gradient of {self._parameter_names[p]} was computed more than backward_passes_per_step="
                     f"{self.backward_passes_per_step} times before step(). Increase backward_passes_per_step to "
                     "accumulate gradients locally.")
+            self._synchronized = False
             self._allreduce_delay[p] -= 1
             self._handles.setdefault(p, None)
             if self._allreduce_delay[p] == 0:
@@ -209,20 +225,48 @@ class _Compressed:
         if not self.process_set.included():
             self._synchronized = True
             return
-        for p in self._ordered:
+        if self._synchronized and not self._handles:
+            return  # the gradients are the reduced ones already; sending them would put them into the residuals again
+        self._watch_newcomers()
+        # A parameter that was frozen has no gradient to reduce, and its residual has to wait.
+        reduced = [p for p in self._ordered if p.requires_grad or self._handles.get(p) is not None]
+        for p in reduced:
             if self._handles.get(p) is None:
                 self._handles[p] = self._allreduce_grad_async(p)
-        exchanges = [self._handles[p] for p in self._ordered]
+        exchanges = [self._handles[p] for p in reduced]
         self._handles.clear()
         for p in self._ordered:
             self._allreduce_delay[p] = self.backward_passes_per_step
         drain(exchanges)
-        for p, exchange in zip(self._ordered, exchanges):
+        for p, exchange in zip(reduced, exchanges):
             if p.grad.is_sparse:
                 p.grad.zero_().add_(exchange.grad if exchange.grad.is_sparse else exchange.grad.to_sparse())
-        if self._ordered:
+        if exchanges:
             self._reducer.stats.steps += 1
         self._synchronized = True
+
+    def _watch_newcomers(self):
+        """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group."""
+        if not self._ordered:
+            return  # one worker without elastic: nothing is exchanged
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p not in self._requires_update:
+                    if p not in self._parameter_names:
+                        raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped and has "
+                                         "no name to be reduced by: wrap the optimizer anew with all named_parameters")
+                    self._requires_update.add(p)
+                    self._ordered.append(p)
+                    self._allreduce_delay[p] = self.backward_passes_per_step
+                    self._reducer.add(self._parameter_names[p], p)
+                    accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
+                    accumulator.register_hook(self._make_hook(p))
+                    self._grad_accs.append(accumulator)
+
+    def load_state_dict(self, state_dict):
+        for exchange in filter(None, self._handles.values()):
+            exchange.cancel()
+        _Stock.load_state_dict(self, state_dict)
 
     zero_grad = _zero_grad
 

@@ -49,56 +49,70 @@ class Reducer:
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], select: Callable[[str], Compressor],
                  op: int, predivide: float, process_set: ProcessSet) -> None:
         self.op, self.predivide, self.process_set, self.stats = op, predivide, process_set, Stats()
+        self._select = select
         self._slots: dict[str, Slot] = {}
         self._warned: set[str] = set()
-        for name, p in named_parameters:
-            compressor = select(name)
-            if p.dtype not in _REAL:
-                raise TypeError(f"parameter {name} is {p.dtype}; gradients of {', '.join(map(str, _REAL))} can be reduced: "
-                                "leave it out of the optimizer, or use compression='none'")
-            info = TensorInfo.whole(name, p.shape, rank=process_set.rank(), world=process_set.size())
-            later = dataclasses.replace(info, step=compressor.warmup)
-            compressed = exchange.choose(compressor, later) != "dense"
-            shapes = compressor.state_shapes(info) if compressed else {}
-            state = {key: torch.zeros(shape, device=p.device) for key, shape in shapes.items()}
-            self._slots[name] = Slot(compressor, info, state)
+        if process_set.included():
+            for name, p in named_parameters:
+                self.add(name, p)
+
+    def add(self, name: str, p: torch.Tensor) -> None:
+        """Make room for the state of one more parameter."""
+        if p.dtype not in _REAL:
+            raise TypeError(f"parameter {name} is {p.dtype}; gradients of {', '.join(map(str, _REAL))} can be reduced: "
+                            "leave it out of the optimizer, or use compression='none'")
+        compressor, info = self._select(name), TensorInfo.whole(name, p.shape)
+        # An elastic job that starts with one worker may get more, and after the warm-up state is needed.
+        later = dataclasses.replace(info, step=compressor.warmup, world=max(2, self.process_set.size()))
+        compressed = exchange.choose(compressor, later, mpi_ops.mpi_enabled()) != "dense"
+        shapes = compressor.state_shapes(info) if compressed else {}
+        state = {key: torch.zeros(shape, device=p.device) for key, shape in shapes.items()}
+        self._slots[name] = Slot(compressor, info, state)
 
     def start(self, name: str, grad: torch.Tensor) -> Exchange:
         """Start reducing a dense gradient; ``finish()`` of what this returns leaves the result in ``grad``."""
-        kind = {"dense": Dense, "allreduce": AllReduce, "allgather": AllGather}[self.route(name)]
-        slot, info = self._advance(name)
-        return kind(self, slot, info, grad)
-
-    def route(self, name: str) -> str:
-        """The exchange that the next gradient of ``name`` takes."""
-        slot = self._slots[name]
-        return exchange.choose(slot.compressor, dataclasses.replace(slot.info, step=slot.step))
-
-    def skip(self, name: str) -> None:
-        """Leave one gradient to somebody else's exchange."""
-        self._advance(name)
-
-    def _advance(self, name: str) -> tuple[Slot, TensorInfo]:
-        slot = self._slots[name]
-        info = dataclasses.replace(slot.info, step=slot.step)
+        slot, info, kind = self._next(name)
+        started = {"dense": Dense, "allreduce": AllReduce, "allgather": AllGather}[kind](self, slot, info, grad)
         slot.step += 1
-        return slot, info
+        return started
+
+    def start_unless_dense(self, name: str, grad: torch.Tensor) -> Exchange | None:
+        """Like :meth:`start`, but leave what goes dense to somebody else's allreduce and return None."""
+        slot, info, kind = self._next(name)
+        if kind != "dense":
+            return self.start(name, grad)
+        self.stats.count(name, "dense", info.numel, grad.numel() * grad.element_size(), info.world)
+        slot.step += 1
+        return None
+
+    def _next(self, name: str) -> tuple[Slot, TensorInfo, str]:
+        """What is known of the next exchange of ``name``, and its kind; elastic jobs change their size between steps."""
+        slot = self._slots[name]
+        info = dataclasses.replace(slot.info, step=slot.step, rank=self.process_set.rank(), world=self.process_set.size())
+        return slot, info, exchange.choose(slot.compressor, info, mpi_ops.mpi_enabled())
 
     def start_sparse(self, name: str, grad: torch.Tensor) -> Exchange:
         """Start reducing a sparse gradient, which is not compressed."""
-        slot, info = self._advance(name)
+        slot, info, _ = self._next(name)
         if slot.compressor.name != "none" and name not in self._warned:
             self._warned.add(name)
             warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
                           "compress it as a dense one", stacklevel=2)
-        return Sparse(self, slot, info, grad)
+        started = Sparse(self, slot, info, grad)
+        slot.step += 1
+        return started
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and step counts by parameter name, and whose they are."""
         tensors = {name: {"compressor": slot.compressor.spec, "step": slot.step,
                           "state": {key: value.clone() for key, value in slot.state.items()}}
                    for name, slot in self._slots.items()}
-        return {"version": 1, "world": self.process_set.size(), "rank": self.process_set.rank(), "tensors": tensors}
+        return {"version": 1, **self._whose(), "tensors": tensors}
+
+    def _whose(self) -> dict[str, int | None]:
+        if not self.process_set.included():
+            return {"rank": None, "world": None}
+        return {"rank": self.process_set.rank(), "world": self.process_set.size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
@@ -106,17 +120,27 @@ class Reducer:
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
-        whose = (self.process_set.rank(), self.process_set.size())
-        if state.get("version") != 1 or (state.get("rank"), state.get("world")) != whose:
-            raise ValueError(
-                f"the compression state is of worker {state.get('rank')} of {state.get('world')}, format "
-                f"{state.get('version')}; this is worker {whose[0]} of {whose[1]} and reads format 1: each worker has to "
-                "save and load its own")
+        whose = self._whose()
+        found = {key: state.get(key) for key in ("version", "rank", "world")}
+        if found != {"version": 1, **whose}:
+            raise ValueError(f"the compression state is of worker {found['rank']} of {found['world']}, format "
+                             f"{found['version']}; this is worker {whose['rank']} of {whose['world']} and reads format 1: each "
+                             "worker has to save and load its own")
+        try:
+            tensors = {name: (saved["compressor"], int(saved["step"]), dict(saved["state"]))
+                       for name, saved in state["tensors"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what "
+                             "compression_state_dict() returned") from error
+        for name in tensors.keys() - self._slots.keys():
+            _log.warning("compression state of %s is dropped: the optimizer has no such parameter", name)
         for name, slot in self._slots.items():
-            saved = state["tensors"].get(name, {"step": 0, "state": {}})
-            slot.step = saved["step"]
+            compressor, slot.step, saved = tensors.get(name, (slot.compressor.spec, 0, {}))
+            if compressor != slot.compressor.spec:
+                _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor,
+                             slot.compressor.spec)
             for key, value in slot.state.items():
-                old = saved["state"].get(key)
+                old = saved.get(key)
                 if old is not None and old.shape == value.shape:
                     value.copy_(old)
                 else:
@@ -126,14 +150,15 @@ class Reducer:
 
 
 def drain(exchanges: list[Exchange]) -> None:
-    """Finish exchanges in order; after an error only wait for the others, so that none stays in flight, then raise it."""
+    """Finish exchanges in order. After an error, the others are waited for and taken back, so that none stays in flight and
+    no residual lacks what was not received; then the error is raised."""
     failure: Exception | None = None
     for one in exchanges:
         try:
             if failure is None:
                 one.finish()
             else:
-                one.wait()
+                one.cancel()
         except Exception as error:
             failure = failure or error
     if failure is not None:
@@ -167,6 +192,13 @@ class Exchange:
         """Wait and write the reduced gradient into ``grad``."""
         raise NotImplementedError
 
+    def cancel(self) -> None:
+        """Wait, and leave gradient and state as if this had not been started; a lost collective is no error here."""
+        try:
+            self.wait()
+        except mpi_ops.HorovodInternalError:
+            pass
+
     def _allreduce(self, tensor: torch.Tensor, name: str, op: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
         self._handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, prescale_factor=prescale,
                                                 postscale_factor=postscale, process_set=self._reducer.process_set)
@@ -193,9 +225,9 @@ class Dense(Exchange):
     """Horovod's allreduce of the gradient as it is."""
 
     def _start(self) -> None:
-        # Horovod can't reduce bf16 nor what isn't contiguous; fp32 holds the sums of bf16.
+        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
         tensor = self.grad.detach().contiguous()
-        self._sent = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        self._sent = tensor.float() if tensor.element_size() == 2 else tensor
         predivide = self._reducer.predivide
         self._allreduce(self._sent, self._info.name, self._reducer.op, 1 / predivide, predivide)
         self._count("dense", self._sent.numel() * self._sent.element_size())
@@ -211,8 +243,7 @@ class Sparse(Exchange):
     def _start(self) -> None:
         self._finish = mpi_ops.sparse_allreduce_async(self.grad, self._info.name, self._reducer.op,
                                                       self._reducer.process_set)
-        parts = self.grad._indices(), self.grad._values()
-        self._count("sparse", sum(t.numel() * t.element_size() for t in parts))
+        self._count("sparse", sparse_bytes(self.grad))
 
     def wait(self) -> torch.Tensor:
         with self._reducer.stats.timed("wait"):
@@ -256,16 +287,20 @@ class AllGather(Exchange):
 
     def _start(self) -> None:
         with self._reducer.stats.timed("encode"):
-            self._flat = self._flatten()
             self._payload, self._error = self._encode()
-        self._handle = mpi_ops.allgather_async(self._payload, name=f"hvd_quant.{self._info.name}",
-                                               process_set=self._reducer.process_set)
+        try:
+            self._handle = mpi_ops.allgather_async(self._payload, name=f"hvd_quant.{self._info.name}",
+                                                   process_set=self._reducer.process_set)
+        except Exception:
+            self._undo()
+            raise
         self._count("allgather", self._payload.numel())
 
     def _encode(self) -> tuple[torch.Tensor, Exception | None]:
         """The payload; a worker that can't make one sends the reason, so that the others don't wait for it."""
         compressor, state = self._slot.compressor, self._slot.state
         try:
+            self._flat = self._flatten()
             params = compressor.measure(ops, self._flat, state, self._info)
             payload = compressor.encode(ops, self._flat, state, params, self._info)
             if not (isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1):
@@ -274,7 +309,15 @@ class AllGather(Exchange):
         except Exception as error:
             reason = f"{self._info.name}: {type(error).__name__}: {error}"
             payload = wire.failure(compressor.name, self._info.numel, self._info.rank, reason)
-            return torch.from_numpy(payload).to(self._flat.device), error
+            return torch.from_numpy(payload).to(self.grad.device), error
+
+    def _undo(self) -> None:
+        if self._error is None:
+            self._slot.compressor.undo(ops, self._flat, self._slot.state, self._payload, self._info)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._undo()
 
     def finish(self) -> None:
         gathered = self.wait()
@@ -286,19 +329,25 @@ class AllGather(Exchange):
             self._land(self._flat)
 
     def _decode(self, payloads: list[torch.Tensor]) -> None:
-        compressor, state, info = self._slot.compressor, self._slot.state, self._info
+        compressor, info = self._slot.compressor, self._info
         flags = [wire.flags(payload) for payload in payloads]
         for flag, payload in zip(flags, payloads):
             if flag & wire.FAILED:
+                self._undo()
                 wire.check(payload, compressor.name, info.numel, 0)  # raises the reason
-        if self._error is None and any(flag & wire.NONFINITE for flag in flags):
+        if any(flag & wire.NONFINITE for flag in flags):
             # The step is void for this tensor: nothing was sent, so nothing may leave the residual.
-            compressor.undo(ops, self._flat, state, self._payload, info)
+            self._undo()
             self._reducer.stats.void_tensors += 1
         if self._reducer.op == Average:
             compressor.decode_mean(ops, payloads, info, self._flat)
         else:
             compressor.decode_sum(ops, payloads, info, self._flat)
+
+
+def sparse_bytes(grad: torch.Tensor) -> int:
+    """Bytes of a sparse gradient's indices and values."""
+    return sum(t.numel() * t.element_size() for t in (grad._indices(), grad._values()))
 
 
 def _kind(x: Any) -> str:

@@ -44,12 +44,8 @@ class Bound:
         Raises:
             ValueError: if ``tensor`` is the gradient of no bound parameter.
         """
-        name = self._name(tensor)
-        if self._reducer.route(name) == "dense":
-            self._reducer.skip(name)
-            return tensor, None
-        started = self._reducer.start(name, tensor)
-        return torch.ones(1, device=tensor.device), started
+        started = self._reducer.start_unless_dense(self._name(tensor), tensor)
+        return (tensor, None) if started is None else (torch.ones(1, device=tensor.device), started)
 
     def decompress(self, tensor: torch.Tensor, ctx: Exchange | None) -> torch.Tensor:
         """Finish the exchange and return the reduced gradient."""

@@ -145,8 +145,7 @@ def test_a_nonfinite_gradient_is_seen_everywhere_and_poisons_nothing(compressor,
             assert torch.isfinite(value).all(), name
     optimizer.zero_grad()
     backward(model, 4)
-    with pytest.warns(UserWarning):  # Horovod warns about synchronize() before step()
-        optimizer.step()
+    optimizer.step()
     assert torch.isfinite(flat(model)).all()
     assert_same_everywhere(flat(model))
 
@@ -234,9 +233,16 @@ def test_a_checkpoint_of_another_worker_or_shape(caplog):
         optimizer.load_compression_state_dict({**state, "rank": RANK + 1})
     with pytest.raises(ValueError, match=f"this is worker {RANK} of {WORLD}"):
         optimizer.load_compression_state_dict({**state, "world": WORLD + 1})
+    with pytest.raises(ValueError, match="compression state is damaged: KeyError: 'step'"):
+        optimizer.load_compression_state_dict({**state, "tensors": {"0.bias": {"compressor": "topk", "state": {}}}})
+    assert optimizer.compression_state_dict()["tensors"]["0.bias"]["step"] == 2  # nothing was changed
+    state["tensors"]["old"] = state["tensors"]["0.bias"]
+    state["tensors"]["0.bias"] = {**state["tensors"]["0.bias"], "compressor": "onebit"}
     state["tensors"]["0.weight"]["state"]["residual"] = torch.zeros(3)
     optimizer.load_compression_state_dict(state)
     assert "residual of 0.weight starts at zero: the checkpoint has shape (3,), the model needs shape (1200,)" in caplog.text
+    assert "compression state of old is dropped: the optimizer has no such parameter" in caplog.text
+    assert "compression state of 0.bias was kept for onebit and goes on with topk:min_numel=0,ratio=0.1" in caplog.text
 
 
 # ------------------------------------------------------------------------------------- the stock optimizer and Horovod
@@ -279,6 +285,11 @@ def test_the_stock_optimizer_on_a_process_set():
             assert torch.equal(flat(ours), flat(theirs))
             rows = hvd.allgather(flat(ours).reshape(1, -1), name="in_set", process_set=half)
             assert torch.equal(rows[0], rows[1])
+        state = optimizer.compression_state_dict()
+        assert state["rank"] == (RANK if half.included() else None)
+        optimizer.load_compression_state_dict(state)
+        wrap(network(), "none", process_set=half).compression_state_dict()
+        Compression.topk().bind(network().named_parameters(), half).state_dict()
     finally:
         hvd.remove_process_set(half)
 
@@ -314,7 +325,7 @@ def test_ready_made_compressors_in_horovods_functions():
         total = hvd.allreduce(torch.full((5,), 2.0), name="b", compression=compression, op=hvd.Sum)
         assert torch.equal(total, torch.full((5,), 2.0 * WORLD))
         assert torch.equal(hvd.allreduce(torch.tensor([3]), name="c", compression=compression, op=hvd.Sum), torch.tensor([3 * WORLD]))
-    with pytest.raises(ValueError, match="keeps state|unbound"):
+    with pytest.raises(ValueError, match="bf16 exchanges its payloads by the parameters' names, so Horovod's own functions"):
         hvd.allreduce(torch.zeros(3), name="d", compression=hvd.Compression.bf16)
 
 
@@ -323,6 +334,24 @@ def test_the_whole_public_api_of_horovod_is_there():
         assert hasattr(hvd, name), name
         if name not in ("Compression", "DistributedOptimizer", "optimizer") and not name.startswith("__"):
             assert getattr(hvd, name) is getattr(stock, name), name
+
+
+def test_submodules_of_horovod_are_found_by_name():
+    import hvd_quant.torch.elastic
+    from hvd_quant.torch.elastic.sampler import ElasticSampler
+    from hvd_quant.torch.mpi_ops import poll
+
+    assert hvd_quant.torch.elastic is stock.elastic
+    assert (ElasticSampler, poll) == (stock.elastic.ElasticSampler, stock.poll)
+
+
+def test_what_the_stock_optimizer_reduces_densely_is_counted():
+    model = network()
+    bound = Compression.topk(ratio=0.1, min_numel=1000).bind(model.named_parameters())
+    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bound)
+    backward(model, 0)
+    optimizer.step()
+    assert bound.stats.as_dict()["exchanges"] == {"dense": ["2.bias", "0.bias"], "allgather": ["2.weight", "0.weight"]}
 
 
 def test_any_class_in_horovods_style_works():
@@ -435,19 +464,89 @@ def test_zero_grad(compression):
     assert_same_everywhere(flat(model))
 
 
-def test_clipping_between_synchronize_and_step():
+@every(ERROR_FEEDBACK)
+@pytest.mark.parametrize("skip", [True, False])
+def test_clipping_between_synchronize_and_step(compressor, skip):
+    """Reduced gradients are not sent a second time, also by a step() outside skip_synchronize, about which Horovod warns."""
     model = network()
-    optimizer = wrap(model)
+    optimizer = wrap(model, compressor, torch.optim.SGD(model.parameters(), lr=1.0))
     for step in range(3):
         optimizer.zero_grad()
         backward(model, step, scale=100.0)
         optimizer.synchronize()
+        once = [p.grad.clone() for p in model.parameters()], optimizer.compression_stats()
         optimizer.synchronize()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert norm > 0.1
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        assert optimizer.compression_stats() == once[1] and all(map(torch.equal, once[0], (p.grad for p in model.parameters())))
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        before = flat(model)
+        if skip:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="skip_synchronize"):
+                optimizer.step()
+        assert (flat(model) - before).norm() < 0.1001
+    assert optimizer.compression_stats()["steps"] == 3
     assert_same_everywhere(flat(model))
+
+
+def test_synchronizing_without_a_step_and_then_without_gradients():
+    model = network()
+    optimizer = wrap(model)
+    backward(model, 0)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    if RANK == 0:
+        backward(model, 1)  # the others have no gradient this time
+    optimizer.step()
+    assert_same_everywhere(flat(model))
+
+
+def test_a_layer_that_is_unfrozen_after_wrapping_is_reduced():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = wrap(model)
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(2, 5))
+    assert_same_everywhere(flat(model))
+    assert optimizer.compression_stats()["exchanges"]["allgather"].count("0.weight") == 1
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    backward(model, 5)
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) was added after the optimizer was wrapped"):
+        optimizer.synchronize()
+
+
+def test_a_layer_that_is_frozen_after_wrapping_stays_still():
+    model = network()
+    optimizer = wrap(model, "topk:ratio=0.01,min_numel=0")
+    train(model, optimizer, range(3))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    residual = optimizer.compression_state_dict()["tensors"]["0.weight"]["state"]["residual"]
+    assert residual.abs().max() > 0
+    train(model, optimizer, range(3, 6))
+    assert torch.equal(before, model[0].weight)
+    assert torch.equal(residual, optimizer.compression_state_dict()["tensors"]["0.weight"]["state"]["residual"])
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(6, 8))
+    assert not torch.equal(before, model[0].weight)
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("spec", ["fp16", "topk:ratio=0.1,min_numel=0", "onebit:min_numel=0"])
+def test_the_number_of_workers_may_change(spec, monkeypatch):
+    """An elastic job goes on with the same optimizer."""
+    everyone = hvd.global_process_set
+    monkeypatch.setattr(everyone, "size", lambda: 1, raising=False)
+    monkeypatch.setattr(everyone, "rank", lambda: 0, raising=False)
+    reducer = Reducer([("w", torch.zeros(5000))], registry.selector(spec), hvd.Average, 1.0, everyone)
+    monkeypatch.undo()
+    gradient = torch.full((5000,), float(RANK + 1))
+    reducer.start("w", gradient).finish()
+    sent = gradient != 0
+    assert sent.any()
+    torch.testing.assert_close(gradient[sent], torch.full_like(gradient[sent], (WORLD + 1) / 2))
 
 
 @every(CODECS)
@@ -507,6 +606,15 @@ def test_sparse_gradients(as_dense, op):
     assert optimizer.compression_stats()["exchanges"] == {"allgather" if as_dense else "sparse": ["weight"]}
 
 
+def test_sparse_gradients_of_an_uncompressed_optimizer_are_counted():
+    table = torch.nn.Embedding(50, 10, sparse=True)
+    optimizer = wrap(table, "none", torch.optim.SGD(table.parameters(), lr=1.0))
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    stats = optimizer.compression_stats()
+    assert stats["wire_bytes"] == (2 * 8 + 20 * 4) * (WORLD - 1) and stats["exchanges"] == {"sparse": ["weight"]}
+
+
 def test_a_sparse_gradient_missing_once():
     table = torch.nn.Embedding(50, 10, sparse=True)
     optimizer = wrap(table, TOPK, torch.optim.SGD(table.parameters(), lr=1.0))
@@ -543,6 +651,15 @@ def test_small_bf16_tensors_go_dense_too():
     (weight * (RANK + 1)).sum().backward()
     optimizer.step()
     torch.testing.assert_close(weight.detach().float(), torch.full((10,), -(WORLD + 1) / 2))
+
+
+@pytest.mark.parametrize("spec", ["topk", "fp16", "onebit:min_numel=0"])
+def test_fp16_gradients_of_40000_average_to_40000(spec):
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], spec)
+    weight.grad = torch.full((64,), 40000.0, dtype=torch.float16)
+    optimizer.synchronize()
+    assert torch.equal(weight.grad, torch.full((64,), 40000.0, dtype=torch.float16))
 
 
 def test_types_that_can_not_be_reduced():
@@ -638,6 +755,7 @@ def test_what_can_not_work_is_refused():
         ({"op": hvd.Adasum}, ValueError, "op=Adasum can't be combined with compression=topk"),
         ({"op": hvd.Adasum, "compression": {"*": "fp16"}}, ValueError, "op=Adasum can't be combined"),
         ({"op": hvd.Min}, ValueError, "give Average or Sum"),
+        ({"compression": Compression.onebit().bind(named)}, TypeError, "pass the compressor itself: compression='onebit'"),
         ({"compression": 3}, TypeError, "compression=3 is not accepted: give a compressor such as"),
         ({"compression": None}, TypeError, "compression=None is not accepted"),
         ({"compression": "tpok"}, ValueError, "did you mean 'topk'"),
@@ -714,6 +832,42 @@ def test_a_worker_that_can_not_encode_is_named_by_all(own, monkeypatch):
     optimizer.zero_grad()  # nothing is in flight: training could go on
     backward(model, 2)
     optimizer.step()
+    assert_same_everywhere(flat(model))
+
+
+def test_after_a_failure_the_other_tensors_are_as_before(own, monkeypatch):
+    encode = own.encode
+
+    def fails(self, ops, grad, state, params, info):
+        if info.rank == 0 and info.step == 2 and info.name == "0.weight":
+            raise OSError("no")
+        return encode(self, ops, grad, state, params, info)
+
+    monkeypatch.setattr(own, "encode", fails)
+    model = network()
+    optimizer = wrap(model, own(min_numel=0))
+    train(model, optimizer, range(2))
+    before = optimizer.compression_state_dict()["tensors"]
+    optimizer.zero_grad()
+    backward(model, 2)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(wire.PayloadError):
+        optimizer.step()
+    for (name, p), gradient in zip(model.named_parameters(), gradients):
+        after = optimizer.compression_state_dict()["tensors"][name]["state"]["residual"]
+        torch.testing.assert_close(after, before[name]["state"]["residual"], atol=1e-6, rtol=0)
+        assert torch.equal(p.grad, gradient)
+
+
+def test_loading_a_checkpoint_between_backward_and_step():
+    model = network()
+    optimizer = wrap(model)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    backward(model, 2)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    train(model, optimizer, range(3, 5))
     assert_same_everywhere(flat(model))
 
 
