@@ -212,29 +212,43 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
 
 // ------------------------------------------------------------------------------------------------------------- decode
 
-// Checks the body of a sparse payload and fills `first` with the slot at which each unit's entries begin.
-inline void check_sparse(const SparseLayout& at, const uint8_t* payload, uint32_t* first) {
+// One payload's kept entries: for each unit its first slot and how many there are, for each slot its place in its unit.
+// Checking needs the places as adding does, and finding them twice would cost more than keeping 2 bytes a slot.
+struct Kept {
+  struct Run { uint32_t slot, count; };
+  std::unique_ptr<Run[]> units;
+  std::unique_ptr<uint16_t[]> places;
+};
+
+// Checks the body of a sparse payload and lists its entries.
+inline Kept check_sparse(const SparseLayout& at, const uint8_t* payload) {
   const Loops& loop = loops();
   const uint8_t *counts = payload + at.counts, *positions = payload + at.positions, *codes = payload + at.codes;
   const int64_t start = load_as<uint32_t>(payload + kHeaderBytes), kept = load_as<uint32_t>(payload + kHeaderBytes + 4);
   require(start < std::max<int64_t>(1, at.units), "the scan starts outside the tensor");
   require(kept <= at.slots, "more entries are kept than there are slots");
+  Kept entries{std::unique_ptr<Kept::Run[]>(new Kept::Run[at.units]), nullptr};
   int64_t slot = 0;
   for (int64_t i = 0; i < at.units; ++i) {
     const int64_t unit = (start + i) % at.units;
-    first[unit] = uint32_t(slot);  // wraps only if the sum, which is checked next, is wrong
     const uint8_t* c = counts + unit * kBlocksInUnit;
-    for (int b = 0; b < at.unit_blocks(unit); ++b) slot += c[b];
+    uint32_t count = 0;
+    for (int b = 0; b < at.unit_blocks(unit); ++b) count += c[b];
+    entries.units[unit] = {uint32_t(slot), count};  // wraps only if the sum, which is checked next, is wrong
+    slot += count;
   }
   require(slot == kept, "counts do not add up");
   require(all_finite<uint32_t>(payload + at.levels, 2 * at.level_pairs), "a level is not finite");
   require(all_zero(positions + kept, at.slots - kept), "an unused slot is not zero");
+  entries.places.reset(new uint16_t[kept + 16]);
   bool inside = true, ascend = true;
-  for (int64_t unit = 0; unit < at.units; ++unit) {
-    uint16_t places[kUnit + 16];
-    const int k = loop.place_unit(counts + unit * kBlocksInUnit, at.unit_blocks(unit), positions + first[unit], places);
-    const int entries = at.unit_entries(unit);
-    for (int i = 0; entries < kUnit && i < k; ++i) inside &= places[i] < entries;
+  for (int64_t i = 0; i < at.units; ++i) {  // in the slots' order, since place_unit writes beyond what it lists
+    const int64_t unit = (start + i) % at.units;
+    const uint32_t first = entries.units[unit].slot;
+    uint16_t* places = entries.places.get() + first;
+    const int k = loop.place_unit(counts + unit * kBlocksInUnit, at.unit_blocks(unit), positions + first, places);
+    const int n = at.unit_entries(unit);
+    for (int j = 0; n < kUnit && j < k; ++j) inside &= places[j] < n;
     ascend &= loop.ascending(places, k);
   }
   require(inside, "a position lies outside the tensor");
@@ -248,14 +262,15 @@ inline void check_sparse(const SparseLayout& at, const uint8_t* payload, uint32_
     require(all_zero(codes + kept * bytes, (at.slots - kept) * bytes), "an unused slot is not zero");
     require(bytes == 4 ? all_finite<uint32_t>(codes, kept) : all_finite<uint16_t>(codes, kept), "a value is not finite");
   }
+  return entries;
 }
 
 // Adds a payload's entries of one unit to `tile`, which holds the unit.
-inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, int64_t unit, int64_t first, float* tile) {
-  const Loops& loop = loops();
-  uint16_t places[kUnit + 16];
-  const int k = loop.place_unit(payload + at.counts + unit * kBlocksInUnit, at.unit_blocks(unit),
-                                payload + at.positions + first, places);
+inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, const Kept& entries, int64_t unit,
+                     float* tile) {
+  const int64_t first = entries.units[unit].slot;
+  const int k = int(entries.units[unit].count);
+  const uint16_t* places = entries.places.get() + first;
   const uint8_t* codes = payload + at.codes;
   if (code == Code::topk) {
     for (int i = 0; i < k; ++i) tile[places[i]] += load_as<float>(codes + 4 * (first + i));
@@ -264,7 +279,7 @@ inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, 
     float values[kUnit];
     std::memcpy(halves, codes + 2 * first, 2 * size_t(k));
     std::fill(halves + k, halves + ceil_div(k, 16) * 16, uint16_t(0));
-    loop.widen(halves, k, values);
+    loops().widen(halves, k, values);
     for (int i = 0; i < k; ++i) tile[places[i]] += values[i];
   } else {
     const uint8_t* levels = payload + at.levels + (code == Code::adaptive ? 8 * unit : 0);
@@ -280,10 +295,10 @@ inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, 
 inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int64_t numel, int64_t slots, float scale,
                               float* out, const Parallel& parallel) {
   const SparseLayout at(code, numel, slots);
-  std::vector<uint32_t> first(payloads.size() * size_t(at.units));
+  std::vector<Kept> entries(payloads.size());
   const bool finite = check_all(payloads.size(), parallel, numel, out, [&](int64_t i) {
     const uint8_t flags = check(payloads[i], at.codec, numel, at.body);
-    check_sparse(at, payloads[i].data, first.data() + i * at.units);
+    entries[i] = check_sparse(at, payloads[i].data);
     return !(flags & kNonfinite);
   });
   if (!finite) return;
@@ -291,7 +306,7 @@ inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int
     alignas(64) float tile[kUnit] = {};
     for (int64_t unit = begin; unit < end; ++unit) {
       for (size_t i = 0; i < payloads.size(); ++i)
-        add_unit(code, at, payloads[i].data, unit, first[i * at.units + unit], tile);
+        add_unit(code, at, payloads[i].data, entries[i], unit, tile);
       loops().move_tile(tile, scale, out + unit * kUnit, at.unit_entries(unit), numel >= kStreamedEntries);
     }
   });
