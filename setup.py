@@ -1,6 +1,7 @@
 """Builds the native kernels for the frameworks that are installed, as Horovod's own build does.
 
-HVD_QUANT_WITHOUT_TORCH=1 leaves PyTorch's out; TensorFlow has none yet. The rest of the project's description is in pyproject.toml.
+HVD_QUANT_WITHOUT_TORCH=1 leaves PyTorch's out; TensorFlow has none yet. The rest of the project's description is in
+pyproject.toml.
 """
 
 import os

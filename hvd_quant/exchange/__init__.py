@@ -36,7 +36,8 @@ def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
     if mpi and exchange == "allgather" and payload * info.world >= MPI_COUNT_LIMIT:
         raise ValueError(
             f"{info.name}: payloads of {payload} bytes from {info.world} workers are more than the 2^31 bytes that an "
-            f"allgather over MPI can move; use Gloo, or choose a smaller payload for it, for example {{{info.name!r}: 'topk:ratio=0.001'}}")
+            "allgather over MPI can move; use Gloo, or choose a smaller payload for it, for example "
+            f"{{{info.name!r}: 'topk:ratio=0.001'}}")
     return exchange
 
 

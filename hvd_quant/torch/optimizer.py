@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -247,14 +248,15 @@ class _Compressed:
 
     def _watch_newcomers(self):
         """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group."""
-        if not self._ordered:
-            return  # one worker without elastic: nothing is exchanged
+        if size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
+            return  # as Horovod: one worker exchanges nothing
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad and p not in self._requires_update:
                     if p not in self._parameter_names:
-                        raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped and has "
-                                         "no name to be reduced by: wrap the optimizer anew with all named_parameters")
+                        raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped "
+                                         "and has no name to be reduced by: wrap the optimizer anew with all "
+                                         "named_parameters")
                     self._requires_update.add(p)
                     self._ordered.append(p)
                     self._allreduce_delay[p] = self.backward_passes_per_step

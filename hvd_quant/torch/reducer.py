@@ -185,8 +185,11 @@ class Exchange:
         with self._reducer.stats.timed("wait"):
             result = mpi_ops.synchronize(self._handle)
         if result is None:
-            raise mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset")
+            raise self._lost()
         return result
+
+    def _lost(self) -> Exception:
+        return mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset")
 
     def finish(self) -> None:
         """Wait and write the reduced gradient into ``grad``."""
@@ -247,7 +250,10 @@ class Sparse(Exchange):
 
     def wait(self) -> torch.Tensor:
         with self._reducer.stats.timed("wait"):
-            return self._finish()
+            try:
+                return self._finish()
+            except (TypeError, AttributeError) as error:  # Horovod returns None for handles from before a reset
+                raise self._lost() from error
 
     def finish(self) -> None:
         self.grad = self.wait()

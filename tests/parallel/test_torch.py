@@ -502,12 +502,14 @@ def test_synchronizing_without_a_step_and_then_without_gradients():
     assert_same_everywhere(flat(model))
 
 
-def test_a_layer_that_is_unfrozen_after_wrapping_is_reduced():
+@pytest.mark.parametrize("frozen", ["0", "all"])
+def test_a_layer_that_is_unfrozen_after_wrapping_is_reduced(frozen):
     model = network()
-    model[0].requires_grad_(False)
+    (model if frozen == "all" else model[0]).requires_grad_(False)
     optimizer = wrap(model)
-    train(model, optimizer, range(2))
-    model[0].requires_grad_(True)
+    if frozen != "all":
+        train(model, optimizer, range(2))
+    model.requires_grad_(True)
     train(model, optimizer, range(2, 5))
     assert_same_everywhere(flat(model))
     assert optimizer.compression_stats()["exchanges"]["allgather"].count("0.weight") == 1
