@@ -21,8 +21,9 @@ class Adaptive(Compressor):
 
     The message always has the same size; if the sample was off and more would be kept, the rest stays in the residual.
 
-    Source: Dryden, Moon, Jacobs, Van Essen 2016, with means a stretch instead of a tensor, and the repairs that
-    ``docs/payloads.md`` lists (zeros take no part in the sample, a bounded message, unsent entries decode to 0).
+    Source: Dryden, Moon, Jacobs, Van Essen 2016. Different from there: means belong to a stretch, not to a tensor; zeros
+    take no part in the sample; the message is bounded; unsent entries decode to 0, where receivers kept their own local
+    gradient and so drifted apart.
 
     Arguments:
         ratio: the proportion that is kept; the paper's default drops 98.4375 %.
