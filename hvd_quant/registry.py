@@ -8,7 +8,7 @@ import fnmatch
 import importlib.metadata
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from hvd_quant.compressors.base import Compressor
@@ -119,6 +119,13 @@ def selector(compression: str | Compressor | Mapping[str, str | Compressor]) -> 
     rules = [(pattern, get_compressor(spec)) for pattern, spec in compression.items()]
     dense = get_compressor("none")
     return lambda name: next((c for pattern, c in rules if fnmatch.fnmatchcase(name, pattern)), dense)
+
+
+def unmatched(compression: Any, names: Iterable[str]) -> list[str]:
+    """The patterns of a mapping that match none of ``names``: misspelt ones, most of the time."""
+    names = list(names)
+    patterns = compression if isinstance(compression, Mapping) else ()
+    return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
 
 
 class Compression:

@@ -13,7 +13,7 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.registry import get_compressor, selector
+from hvd_quant.registry import get_compressor, selector, unmatched
 from hvd_quant.torch.reducer import Reducer, drain, sparse_bytes
 from hvd_quant.torch.stock import Bound
 
@@ -65,8 +65,12 @@ def DistributedOptimizer(
     if not uncompressed and op != Adasum:
         if op not in (Average, Sum):
             raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")
-        return _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
-                           gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
+        wrapped = _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
+                              gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
+        for pattern in unmatched(compression, wrapped._parameter_names.values()):
+            warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
+                          f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
+        return wrapped
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
         optimizer, named_parameters, counted, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups,

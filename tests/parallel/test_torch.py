@@ -724,6 +724,8 @@ def test_patterns_of_names():
     assert optimizer.compression_stats()["exchanges"] == {"dense": ["2.bias", "0.bias"], "allreduce": ["2.weight"],
                                                           "allgather": ["0.weight"]}
     assert_same_everywhere(flat(model))
+    with pytest.warns(UserWarning, match=r"the pattern 'embeding.\*' in compression= matches no parameter; the names are 0.bias, "):
+        wrap(network(), {"embeding.*": "topk", "*": "onebit"})
 
 
 def optimizers():

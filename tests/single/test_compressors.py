@@ -1,6 +1,8 @@
 """What every compressor has to keep, on every backend that is installed."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,3 +265,11 @@ def test_sent_bytes():
     assert exchange.sent_bytes("allreduce", 100, 4) == 150
     assert exchange.sent_bytes("allgather", 100, 4) == exchange.sent_bytes("sparse", 100, 4) == 300
     assert exchange.sent_bytes("allgather", 100, 1) == exchange.sent_bytes("dense", 100, 1) == 0
+
+
+def test_the_sizes_in_the_readme_are_those_of_a_large_tensor():
+    rows = re.findall(r"^\| `(\w+)((?::[^`]*)?)` \|[^|]*\| 1/(\d+) \|", (Path(__file__).parents[2] / "README.md").read_text(), re.M)
+    assert len(rows) == 7
+    for name, knobs, size in rows:
+        compressor = get_compressor(name + knobs.replace("tau=T", "tau=1"))
+        assert round(4 * 2**24 / compressor.payload_bytes(info(2**24))) == int(size), name
