@@ -135,11 +135,6 @@ def check(payload: Any, codec: str, numel: int, body_bytes: int) -> int:
     return header.flags
 
 
-def flags(payload: Any) -> int:
-    """The flags in the header of a payload that was not checked yet."""
-    return int(payload[3]) if payload.shape[0] >= HEADER_BYTES else 0
-
-
 def host_bytes(array: Any) -> bytes:
     """The bytes of a uint8 vector of any framework and device."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array).tobytes()
@@ -169,29 +164,26 @@ def failure_message(payload: bytes) -> str:
     return f"worker {rank} failed to encode its gradient: {text}"
 
 
-def split(payloads: Any, world: int, expected: int) -> list[Any]:
-    """Cut what an allgather returned into one payload a worker.
+def split(payloads: Any, world: int) -> list[Any]:
+    """Cut what an allgather returned into one payload a worker, as their headers tell.
 
-    They normally have the same length; where a worker failed and sent its reason, the headers tell.
+    Where the headers make no sense it is cut evenly, so that decoding can say what is wrong with which field.
 
     Arguments:
         payloads: uint8, 1-D, the workers' payloads in rank order.
         world: number of workers.
-        expected: length of this worker's own payload in bytes.
 
     Raises:
         PayloadError: if it can't be cut into ``world`` payloads.
     """
-    total = payloads.shape[0]
-    if total == world * expected:
-        return [payloads[i * expected:(i + 1) * expected] for i in range(world)]
-    parts, start = [], 0
-    for rank in range(world):
-        head = host_bytes(payloads[start:start + HEADER_BYTES])
-        length = HEADER_BYTES + _HEADER.unpack(head)[5] if len(head) == HEADER_BYTES else total
-        if start + length > total or (rank == world - 1 and start + length != total):
-            raise PayloadError(f"{world} workers sent {total} bytes in which the payload of worker {rank} has no valid length: "
-                               "a payload is damaged, or compression settings differ between workers")
-        parts.append(payloads[start:start + length])
-        start += length
-    return parts
+    total, parts, start = payloads.shape[0], [], 0
+    while start + HEADER_BYTES <= total and len(parts) < world:
+        stop = start + HEADER_BYTES + _HEADER.unpack(host_bytes(payloads[start:start + HEADER_BYTES]))[5]
+        parts.append(payloads[start:min(stop, total)])
+        start = stop
+    if len(parts) == world and start == total:
+        return parts
+    if total % world == 0 and total >= world * HEADER_BYTES:
+        return [payloads[i:i + total // world] for i in range(0, total, total // world)]
+    raise PayloadError(f"{world} workers sent {total} bytes whose headers tell other lengths: a payload is damaged, or "
+                       "compression settings differ between workers")

@@ -232,7 +232,11 @@ class _Compressed:
             return
         if self._synchronized and not self._handles:
             return  # the gradients are the reduced ones already; sending them would put them into the residuals again
-        self._watch_newcomers()
+        try:
+            self._watch_newcomers()
+        except ValueError:
+            self._cancel()
+            raise
         # A parameter that was frozen has no gradient to reduce, and its residual has to wait.
         reduced = [p for p in self._ordered if p.requires_grad or self._handles.get(p) is not None]
         for p in reduced:
@@ -244,8 +248,11 @@ class _Compressed:
             self._allreduce_delay[p] = self.backward_passes_per_step
         drain(exchanges)
         for p, exchange in zip(reduced, exchanges):
-            if p.grad.is_sparse:
-                p.grad.zero_().add_(exchange.grad if exchange.grad.is_sparse else exchange.grad.to_sparse())
+            grad = exchange.grad
+            if p in self._sparse_dims and not grad.is_sparse:
+                grad = grad.to_sparse(self._sparse_dims[p])
+            if p.grad is not grad:  # also if the user has replaced it since backward: all workers must step alike
+                p.grad = grad
         if exchanges:
             self._reducer.stats.steps += 1
         self._synchronized = True
@@ -269,9 +276,16 @@ class _Compressed:
                     accumulator.register_hook(self._make_hook(p))
                     self._grad_accs.append(accumulator)
 
-    def load_state_dict(self, state_dict):
+    def _cancel(self):
+        """Take back what backward has started."""
         for exchange in filter(None, self._handles.values()):
             exchange.cancel()
+        self._handles.clear()
+        for p in self._ordered:
+            self._allreduce_delay[p] = self.backward_passes_per_step
+
+    def load_state_dict(self, state_dict):
+        self._cancel()
         _Stock.load_state_dict(self, state_dict)
 
     zero_grad = _zero_grad

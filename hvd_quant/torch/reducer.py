@@ -66,7 +66,7 @@ class Reducer:
         later = dataclasses.replace(info, step=compressor.warmup, world=max(2, self.process_set.size()))
         compressed = exchange.choose(compressor, later, mpi_ops.mpi_enabled()) != "dense"
         shapes = compressor.state_shapes(info) if compressed else {}
-        state = {key: torch.zeros(shape, device=p.device) for key, shape in shapes.items()}
+        state = {key: torch.zeros(shape, dtype=torch.float32, device=p.device) for key, shape in shapes.items()}
         self._slots[name] = Slot(compressor, info, state)
 
     def start(self, name: str, grad: torch.Tensor) -> Exchange:
@@ -176,6 +176,7 @@ class Exchange:
         self._reducer, self._slot, self._info, self.grad = reducer, slot, info, grad
         self._handle: Any = None
         self._start()
+        self._version = grad._version
 
     def _start(self) -> None:
         raise NotImplementedError
@@ -194,6 +195,20 @@ class Exchange:
     def finish(self) -> None:
         """Wait and write the reduced gradient into ``grad``."""
         raise NotImplementedError
+
+    def _wait_untouched(self) -> torch.Tensor:
+        """Wait, and refuse a gradient that was changed meanwhile: the change would be lost, or reduced on some workers only.
+
+        Raises:
+            RuntimeError: saying what to do instead.
+        """
+        result = self.wait()
+        if self.grad._version != self._version:
+            raise RuntimeError(
+                f"the gradient of {self._info.name} was modified (unscaled, clipped, zeroed) after backward had started its "
+                "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
+                "optimizer.skip_synchronize()")
+        return result
 
     def cancel(self) -> None:
         """Wait, and leave gradient and state as if this had not been started; a lost collective is no error here."""
@@ -236,7 +251,7 @@ class Dense(Exchange):
         self._count("dense", self._sent.numel() * self._sent.element_size())
 
     def finish(self) -> None:
-        self.wait()
+        self._wait_untouched()
         self._land(self._sent.view(-1))
 
 
@@ -281,8 +296,9 @@ class AllReduce(Exchange):
         return True
 
     def finish(self) -> None:
-        while self._send(self.wait()):
-            pass
+        total = self._wait_untouched()
+        while self._send(total):
+            total = self.wait()
         if self._reducer.op == Sum:
             self._flat.mul_(self._info.world)
         self._land(self._flat)
@@ -298,6 +314,7 @@ class AllGather(Exchange):
             self._handle = mpi_ops.allgather_async(self._payload, name=f"hvd_quant.{self._info.name}",
                                                    process_set=self._reducer.process_set)
         except Exception:
+            self._version = self.grad._version
             self._undo()
             raise
         self._count("allgather", self._payload.numel())
@@ -318,7 +335,7 @@ class AllGather(Exchange):
             return torch.from_numpy(payload).to(self.grad.device), error
 
     def _undo(self) -> None:
-        if self._error is None:
+        if self._error is None and self.grad._version == self._version:
             self._slot.compressor.undo(ops, self._flat, self._slot.state, self._payload, self._info)
 
     def cancel(self) -> None:
@@ -326,17 +343,18 @@ class AllGather(Exchange):
         self._undo()
 
     def finish(self) -> None:
-        gathered = self.wait()
+        gathered = self._wait_untouched()
         with self._reducer.stats.timed("decode"):
             try:
-                self._decode(wire.split(gathered, self._info.world, self._payload.numel()))
+                self._decode(wire.split(gathered, self._info.world))
             except wire.PayloadError as error:
                 raise wire.PayloadError(f"{self._info.name}: {error}") from self._error
             self._land(self._flat)
 
     def _decode(self, payloads: list[torch.Tensor]) -> None:
         compressor, info = self._slot.compressor, self._info
-        flags = [wire.flags(payload) for payload in payloads]
+        flags = [wire.parse_header(wire.host_bytes(payload[:wire.HEADER_BYTES]), payload.numel(), compressor.name,
+                                   info.numel).flags for payload in payloads]
         for flag, payload in zip(flags, payloads):
             if flag & wire.FAILED:
                 self._undo()

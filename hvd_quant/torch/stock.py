@@ -45,7 +45,7 @@ class Bound:
             ValueError: if ``tensor`` is the gradient of no bound parameter.
         """
         started = self._reducer.start_unless_dense(self._name(tensor), tensor)
-        return (tensor, None) if started is None else (torch.ones(1, device=tensor.device), started)
+        return (tensor, None) if started is None else (torch.ones(1, dtype=torch.float32, device=tensor.device), started)
 
     def decompress(self, tensor: torch.Tensor, ctx: Exchange | None) -> torch.Tensor:
         """Finish the exchange and return the reduced gradient."""

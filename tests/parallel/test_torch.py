@@ -428,7 +428,9 @@ def test_too_many_backward_passes_name_the_parameter():
     backward(model, 0)
     with pytest.raises(AssertionError, match=r"gradient of [02]\.(weight|bias) was computed more than backward_passes_per_step=1"):
         backward(model, 1)
-    optimizer.step()
+    with pytest.raises(RuntimeError, match="was modified"):  # by the second backward, whose part was not sent
+        optimizer.step()
+    train(model, optimizer, range(2, 4))
     assert_same_everywhere(flat(model))
 
 
@@ -490,6 +492,52 @@ def test_clipping_between_synchronize_and_step(compressor, skip):
     assert_same_everywhere(flat(model))
 
 
+@every({spec: c for spec, c in CODECS.items() if c.name != "none"})
+@pytest.mark.parametrize("replace", [lambda grad: grad.clone(), lambda grad: None], ids=["clone", "none"])
+def test_gradients_replaced_after_backward_are_reduced_all_the_same(compressor, replace):
+    model, plain = network(), network()
+    optimizer, reference = wrap(model, compressor), wrap(plain, compressor)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        for p in model.parameters():
+            p.grad = replace(p.grad)
+        optimizer.step()
+    train(plain, reference, range(3))
+    assert_same_everywhere(flat(model))
+    torch.testing.assert_close(flat(model), flat(plain))
+
+
+@every({spec: c for spec, c in CODECS.items() if c.name != "none"})
+def test_gradients_modified_after_backward_are_refused(compressor):
+    """Clipping or unscaling without synchronize() would be undone by the reduced gradient."""
+    model = network()
+    optimizer = wrap(model, compressor)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    backward(model, 2)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"gradient of 0.weight was modified .* call optimizer.synchronize\(\) first"):
+        optimizer.step()
+    train(model, optimizer, range(3, 5))
+    assert_same_everywhere(flat(model))
+
+
+def test_the_default_type_does_not_matter():
+    for dtype in (torch.float64, torch.bfloat16):
+        model = network()
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = wrap(model)
+            bound = Compression.topk(ratio=0.1, min_numel=0).bind(model.named_parameters())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(v.dtype == torch.float32 for s in bound.state_dict()["tensors"].values() for v in s["state"].values())
+        train(model, optimizer, range(2))
+        assert_same_everywhere(flat(model))
+
+
 def test_synchronizing_without_a_step_and_then_without_gradients():
     model = network()
     optimizer = wrap(model)
@@ -514,9 +562,11 @@ def test_a_layer_that_is_unfrozen_after_wrapping_is_reduced(frozen):
     assert_same_everywhere(flat(model))
     assert optimizer.compression_stats()["exchanges"]["allgather"].count("0.weight") == 1
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    backward(model, 5)
-    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) was added after the optimizer was wrapped"):
-        optimizer.synchronize()
+    for step in (5, 6):
+        backward(model, step)
+        with pytest.raises(ValueError, match=r"parameter of shape \(3,\) was added after the optimizer was wrapped"):
+            optimizer.synchronize()
+        optimizer.zero_grad()  # nothing is in flight
 
 
 def test_a_layer_that_is_frozen_after_wrapping_stays_still():

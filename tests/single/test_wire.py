@@ -69,11 +69,11 @@ def test_codec_and_settings_must_match(payload):
 
 def test_nonfinite_flag():
     payload = generic.pack("topk", 5, np.False_, np.zeros(8, np.uint8))
-    assert wire.flags(payload) & wire.NONFINITE
+    assert payload[3] & wire.NONFINITE
     assert generic.unpack(payload, "topk", 5, 8)[1] is False
     clean = generic.without_flags(payload)
     assert generic.unpack(clean, "topk", 5, 8)[1] is True
-    assert wire.flags(payload) & wire.NONFINITE  # the original is untouched
+    assert payload[3] & wire.NONFINITE  # the original is untouched
 
 
 @pytest.mark.parametrize("reason", ["", "out of memory", "größer als 1 ✓", "x" * 10_000, "é" * 10_000])
@@ -87,13 +87,20 @@ def test_a_failed_worker_is_quoted(reason):
         wire.check(payload[:-8], "topk", 5, 16)
 
 
-def test_split_by_length_and_by_headers(payload):
-    other = wire.failure("topk", 5, 1, "no")
-    even = wire.split(np.concatenate([payload] * 3), 3, payload.size)
-    assert len(even) == 3 and all((p == payload).all() for p in even)
-    uneven = wire.split(np.concatenate([payload, other, payload]), 3, payload.size)
-    assert [p.tobytes() for p in uneven] == [payload.tobytes(), other.tobytes(), payload.tobytes()]
-    for damaged in (payload[:10], np.concatenate([payload, other[:40]]), np.concatenate([payload, other, payload[:-4]]),
-                    np.concatenate([payload, payload, other, payload])):
-        with pytest.raises(wire.PayloadError, match="no valid length"):
-            wire.split(damaged, 3, payload.size)
+def test_split_by_headers(payload):
+    short, long = wire.failure("topk", 5, 1, "no"), wire.failure("topk", 5, 1, "n" * 9)
+    assert payload.size == short.size == long.size - 8
+    for given in ([payload] * 3, [payload, long, payload], [short[:0]] * 0 + [long]):
+        found = wire.split(np.concatenate(given), len(given))
+        assert [p.tobytes() for p in found] == [p.tobytes() for p in given]
+    # lengths that differ but add up to the same as even ones
+    less = generic.pack("topk", 5, np.True_, np.arange(8, dtype=np.uint8))
+    assert [p.size for p in wire.split(np.concatenate([payload, less, long]), 3)] == [48, 40, 56]
+    damaged = payload.copy()
+    damaged[16] = 8  # its own idea of its length: cut evenly, so that the check can say so
+    parts = wire.split(np.concatenate([damaged, payload]), 2)
+    with pytest.raises(wire.PayloadError, match="says its body has 8 bytes, it has 16"):
+        wire.check(parts[0], "topk", 5, 16)
+    for damaged in (payload[:10], np.concatenate([payload, long[:45]]), np.concatenate([payload, long, payload[:-3]])):
+        with pytest.raises(wire.PayloadError, match="whose headers tell other lengths"):
+            wire.split(damaged, 2)
