@@ -175,6 +175,7 @@ class Exchange:
     def __init__(self, reducer: Reducer, slot: Slot, info: TensorInfo, grad: torch.Tensor) -> None:
         self._reducer, self._slot, self._info, self.grad = reducer, slot, info, grad
         self._handle: Any = None
+        self._horovod_writes = False
         self._start()
         self._version = grad._version
 
@@ -203,7 +204,8 @@ class Exchange:
             RuntimeError: saying what to do instead.
         """
         result = self.wait()
-        if self.grad._version != self._version:
+        # Where Horovod takes a GPU's gradient through the host, its own copy back counts as a change.
+        if self.grad._version != self._version and not (self._horovod_writes and self.grad.is_cuda):
             raise RuntimeError(
                 f"the gradient of {self._info.name} was modified (unscaled, clipped, zeroed) after backward had started its "
                 "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
@@ -218,6 +220,7 @@ class Exchange:
             pass
 
     def _allreduce(self, tensor: torch.Tensor, name: str, op: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        self._horovod_writes = tensor.data_ptr() == self.grad.data_ptr()
         self._handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, prescale_factor=prescale,
                                                 postscale_factor=postscale, process_set=self._reducer.process_set)
 
