@@ -19,8 +19,9 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 def test_pytorch(controller, workers, simd):
     if controller == "mpi" and not shutil.which("mpirun"):
         pytest.skip("no mpirun: Horovod runs on Gloo alone here")
-    command = [str(HOROVODRUN), "-np", str(workers), f"--{controller}", sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-               "tests/parallel/test_torch.py"]
+    files = [f"tests/parallel/test_torch_{part}.py" for part in ("invariants", "horovod", "optimizer", "faults")]
+    command = [str(HOROVODRUN), "-np", str(workers), f"--{controller}", sys.executable, "-m", "pytest", "-x", "-q",
+               "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "HVD_QUANT_TEST_WORKER": simd, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if workers > 2:  # Horovod fuses what happens to be ready, so among more than two workers fp32 sums vary between runs
         environment["HOROVOD_FUSION_THRESHOLD"] = "0"

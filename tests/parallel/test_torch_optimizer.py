@@ -1,0 +1,456 @@
+"""The options and the life cycle of DistributedOptimizer: accumulation, groups, sparse, types, layouts, frozen layers."""
+
+import random
+import warnings
+
+import horovod.torch as stock
+import pytest
+import torch
+
+import hvd_quant.torch as hvd
+from hvd_quant import Compression, registry
+from hvd_quant.torch.reducer import Reducer
+from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests.parallel.torch_workers import (
+    RANK,
+    TOPK,
+    WORLD,
+    assert_same_everywhere,
+    backward,
+    every,
+    flat,
+    network,
+    on_all,
+    train,
+    wrap,
+)
+
+
+def test_gradients_are_accumulated_before_they_are_exchanged():
+    once, twice = network(), network()
+    a, b = wrap(once), wrap(twice, backward_passes_per_step=2)
+    for step in range(3):
+        a.zero_grad()
+        b.zero_grad()
+        backward(twice, 2 * step)
+        assert b.compression_stats()["wire_bytes"] == a.compression_stats()["wire_bytes"]
+        backward(twice, 2 * step + 1)
+        b.step()
+        x = [torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * (2 * step + i) + RANK)) for i in (0, 1)]
+        sum(((once(y) - y) ** 2).mean() for y in x).backward()
+        a.step()
+    torch.testing.assert_close(flat(once), flat(twice))
+    assert a.compression_stats()["wire_bytes"] == b.compression_stats()["wire_bytes"]
+
+
+def test_too_many_backward_passes_name_the_parameter():
+    model = network()
+    optimizer = wrap(model)
+    backward(model, 0)
+    with pytest.raises(AssertionError, match=r"gradient of [02]\.(weight|bias) was computed more than backward_passes_per_step=1"):
+        backward(model, 1)
+    with pytest.raises(RuntimeError, match="was modified"):  # by the second backward, whose part was not sent
+        optimizer.step()
+    train(model, optimizer, range(2, 4))
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("how", [{"groups": 2}, {"num_groups": 2}, {"groups": "list"}], ids=str)
+def test_groups(how):
+    plain, grouped = network(), network()
+    if how.get("groups") == "list":
+        how = {"groups": [[grouped[0].weight, grouped[2].bias]]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        a, b = wrap(plain), wrap(grouped, **how)
+    train(plain, a, range(4))
+    train(grouped, b, range(4))
+    assert torch.equal(flat(plain), flat(grouped))
+
+
+@pytest.mark.parametrize("compression", [TOPK, "none", stock.Compression.fp16], ids=str)
+def test_zero_grad(compression):
+    model = network()
+    optimizer = wrap(model, compression)
+    for step, argument in enumerate([(), (True,), (False,)]):
+        backward(model, step)
+        with pytest.raises(AssertionError, match="zero_grad.. was called after loss.backward"):
+            optimizer.zero_grad(*argument)
+        optimizer.step()  # the refusal changed nothing: the step works
+        optimizer.zero_grad(*argument)
+        gone = [p.grad is None for p in model.parameters()]
+        assert all(gone) if argument != (False,) else not any(gone)
+        assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.compression_stats()["steps"] == 3
+    assert_same_everywhere(flat(model))
+
+
+@every(ERROR_FEEDBACK)
+@pytest.mark.parametrize("skip", [True, False])
+def test_clipping_between_synchronize_and_step(compressor, skip):
+    """Reduced gradients are not sent a second time, also by a step() outside skip_synchronize, about which Horovod warns."""
+    model = network()
+    optimizer = wrap(model, compressor, torch.optim.SGD(model.parameters(), lr=1.0))
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step, scale=100.0)
+        optimizer.synchronize()
+        once = [p.grad.clone() for p in model.parameters()], optimizer.compression_stats()
+        optimizer.synchronize()
+        assert optimizer.compression_stats() == once[1] and all(map(torch.equal, once[0], (p.grad for p in model.parameters())))
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        before = flat(model)
+        if skip:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="skip_synchronize"):
+                optimizer.step()
+        assert (flat(model) - before).norm() < 0.1001
+    assert optimizer.compression_stats()["steps"] == 3
+    assert_same_everywhere(flat(model))
+
+
+@every({spec: c for spec, c in CODECS.items() if c.name != "none"})
+@pytest.mark.parametrize("replace", [lambda grad: grad.clone(), lambda grad: None], ids=["clone", "none"])
+def test_gradients_replaced_after_backward_are_reduced_all_the_same(compressor, replace):
+    model, plain = network(), network()
+    optimizer, reference = wrap(model, compressor), wrap(plain, compressor)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        for p in model.parameters():
+            p.grad = replace(p.grad)
+        optimizer.step()
+    train(plain, reference, range(3))
+    assert_same_everywhere(flat(model))
+    torch.testing.assert_close(flat(model), flat(plain))
+
+
+@every({spec: c for spec, c in CODECS.items() if c.name != "none"})
+def test_gradients_modified_after_backward_are_refused(compressor):
+    """Clipping or unscaling without synchronize() would be undone by the reduced gradient."""
+    model = network()
+    optimizer = wrap(model, compressor)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    backward(model, 2)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"gradient of 0.weight was modified .* call optimizer.synchronize\(\) first"):
+        optimizer.step()
+    train(model, optimizer, range(3, 5))
+    assert_same_everywhere(flat(model))
+
+
+def test_the_default_type_does_not_matter():
+    for dtype in (torch.float64, torch.bfloat16):
+        model = network()
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = wrap(model)
+            bound = Compression.topk(ratio=0.1, min_numel=0).bind(model.named_parameters())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(v.dtype == torch.float32 for s in bound.state_dict()["tensors"].values() for v in s["state"].values())
+        train(model, optimizer, range(2))
+        assert_same_everywhere(flat(model))
+
+
+def test_synchronizing_without_a_step_and_then_without_gradients():
+    model = network()
+    optimizer = wrap(model)
+    backward(model, 0)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    if RANK == 0:
+        backward(model, 1)  # the others have no gradient this time
+    optimizer.step()
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("frozen", ["0", "all"])
+def test_a_layer_that_is_unfrozen_after_wrapping_is_reduced(frozen):
+    model = network()
+    (model if frozen == "all" else model[0]).requires_grad_(False)
+    optimizer = wrap(model)
+    if frozen != "all":
+        train(model, optimizer, range(2))
+    model.requires_grad_(True)
+    train(model, optimizer, range(2, 5))
+    assert_same_everywhere(flat(model))
+    assert optimizer.compression_stats()["exchanges"]["allgather"].count("0.weight") == 1
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    for step in (5, 6):
+        backward(model, step)
+        with pytest.raises(ValueError, match=r"parameter of shape \(3,\) was added after the optimizer was wrapped"):
+            optimizer.synchronize()
+        optimizer.zero_grad()  # nothing is in flight
+
+
+def test_a_layer_that_is_frozen_after_wrapping_stays_still():
+    model = network()
+    optimizer = wrap(model, "topk:ratio=0.01,min_numel=0")
+    train(model, optimizer, range(3))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    residual = optimizer.compression_state_dict()["tensors"]["0.weight"]["state"]["residual"]
+    assert residual.abs().max() > 0
+    train(model, optimizer, range(3, 6))
+    assert torch.equal(before, model[0].weight)
+    assert torch.equal(residual, optimizer.compression_state_dict()["tensors"]["0.weight"]["state"]["residual"])
+    model[0].requires_grad_(True)
+    train(model, optimizer, range(6, 8))
+    assert not torch.equal(before, model[0].weight)
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("spec", ["fp16", "topk:ratio=0.1,min_numel=0", "onebit:min_numel=0"])
+def test_the_number_of_workers_may_change(spec, monkeypatch):
+    """An elastic job goes on with the same optimizer."""
+    everyone = hvd.global_process_set
+    monkeypatch.setattr(everyone, "size", lambda: 1, raising=False)
+    monkeypatch.setattr(everyone, "rank", lambda: 0, raising=False)
+    reducer = Reducer([("w", torch.zeros(5000))], registry.selector(spec), hvd.Average, 1.0, everyone)
+    monkeypatch.undo()
+    gradient = torch.full((5000,), float(RANK + 1))
+    reducer.start("w", gradient).finish()
+    sent = gradient != 0
+    assert sent.any()
+    torch.testing.assert_close(gradient[sent], torch.full_like(gradient[sent], (WORLD + 1) / 2))
+
+
+@every(CODECS)
+def test_gradients_that_are_missing_on_some_workers_count_as_zero(compressor):
+    """Set order differs between processes, so it must not decide which collective meets which."""
+    torch.manual_seed(0)
+    branches = torch.nn.ModuleDict({f"b{i}": torch.nn.Linear(20 + i, 20) for i in range(12)})
+    optimizer = wrap(branches, compressor)
+    expected = {n: torch.zeros_like(p) for n, p in branches.named_parameters()}
+    for step in range(3):
+        optimizer.zero_grad()
+        used = [random.Random(100 * step + r).sample(range(12), 5) for r in range(WORLD)]
+        sum(branches[f"b{i}"](torch.ones(1, 20 + i)).sum() for i in used[RANK]).backward()
+        optimizer.synchronize()
+        for i in range(12):
+            share = sum(i in u for u in used) / WORLD
+            expected[f"b{i}.bias"] += share
+            if compressor.name in ("none", "fp16", "bf16"):
+                torch.testing.assert_close(branches[f"b{i}"].weight.grad, torch.full((20, 20 + i), share), rtol=0.01, atol=0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_same_everywhere(flat(branches))
+
+
+def test_workers_in_opposite_branches():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"x": torch.nn.Linear(30, 30), "y": torch.nn.Linear(30, 30)})
+    optimizer = wrap(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model["x" if (RANK + step) % 2 else "y"](torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+def test_sparse_gradients(as_dense, op):
+    table = torch.nn.Embedding(50, 100, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(),
+                                         "topk:ratio=0.1,min_numel=0", op=op, sparse_as_dense=as_dense)
+    used = [[0, 0, 2], [2, 5], [49], []]  # duplicates, overlap, and a worker with no row
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor(used[RANK % 4], dtype=torch.int64)).sum().backward()
+            optimizer.step()
+    expected = torch.zeros(50)
+    for r in range(WORLD):
+        for row in used[r % 4]:
+            expected[row] -= 2 / (WORLD if op == hvd.Average else 1)
+    torch.testing.assert_close(table.weight.detach(), expected[:, None].expand(50, 100))
+    sentence = "the gradient of weight is sparse and is exchanged uncompressed"
+    assert sum(sentence in str(w.message) for w in warned) == (0 if as_dense else 1)
+    assert optimizer.compression_stats()["exchanges"] == {"allgather" if as_dense else "sparse": ["weight"]}
+
+
+def test_sparse_gradients_of_an_uncompressed_optimizer_are_counted():
+    table = torch.nn.Embedding(50, 10, sparse=True)
+    optimizer = wrap(table, "none", torch.optim.SGD(table.parameters(), lr=1.0))
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    stats = optimizer.compression_stats()
+    assert stats["wire_bytes"] == (2 * 8 + 20 * 4) * (WORLD - 1) and stats["exchanges"] == {"sparse": ["weight"]}
+
+
+def test_a_sparse_gradient_missing_once():
+    table = torch.nn.Embedding(50, 10, sparse=True)
+    optimizer = wrap(table, TOPK, torch.optim.SGD(table.parameters(), lr=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            if step != 1 or RANK != 0:
+                table(torch.tensor([RANK])).sum().backward()
+            optimizer.step()
+    assert_same_everywhere(table.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@every(CODECS)
+def test_other_types_come_back_in_their_own(compressor, dtype):
+    if compressor.name == "none" and dtype == torch.bfloat16:
+        pytest.skip("uncompressed is Horovod itself, which can't reduce bf16")
+    model = network().to(dtype)
+    optimizer = wrap(model, compressor)
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(step * 10 + RANK)).to(dtype)
+        ((model(x) - x) ** 2).mean().backward()
+        optimizer.step()
+        assert all(p.grad.dtype == dtype for p in model.parameters())
+    assert_same_everywhere(flat(model).float())
+    assert torch.isfinite(flat(model)).all()
+
+
+def test_small_bf16_tensors_go_dense_too():
+    weight = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], "topk")
+    (weight * (RANK + 1)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach().float(), torch.full((10,), -(WORLD + 1) / 2))
+
+
+@pytest.mark.parametrize("spec", ["topk", "fp16", "onebit:min_numel=0"])
+def test_fp16_gradients_of_40000_average_to_40000(spec):
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], spec)
+    weight.grad = torch.full((64,), 40000.0, dtype=torch.float16)
+    optimizer.synchronize()
+    assert torch.equal(weight.grad, torch.full((64,), 40000.0, dtype=torch.float16))
+
+
+def test_types_that_can_not_be_reduced():
+    weight = torch.nn.Parameter(torch.zeros(5000, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="parameter w is torch.complex64; gradients of torch.float32, .* can be reduced"):
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], "topk")
+
+
+def test_memory_layouts():
+    """channels_last on some workers, transposed and expanded gradients: positions mean the same entries everywhere."""
+    torch.manual_seed(0)
+    reference = torch.randn(16, 8, 3, 3)
+    layouts = [reference.clone(), reference.clone().to(memory_format=torch.channels_last),
+               reference.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)]
+    gradient = layouts[RANK % 3]
+    weight = torch.nn.Parameter(torch.zeros_like(gradient))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], "topk:ratio=0.5,min_numel=0")
+    weight.grad = gradient
+    strides = gradient.stride()
+    optimizer.step()
+    assert weight.grad.stride() == strides
+    kept = weight.grad.contiguous() != 0
+    assert 0.4 < kept.float().mean() <= 0.5
+    torch.testing.assert_close(weight.grad[kept], reference[kept])
+    rows = on_all(weight.detach().contiguous())
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+
+    for compression in ("topk:ratio=1.0,min_numel=0,exchange=allgather", "onebit:min_numel=0"):
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], compression)
+        weight.grad = torch.full((1, 1), float(RANK + 1)).expand(64, 64)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full((64, 64), -(WORLD + 1) / 2))
+
+
+def test_decoding_writes_into_the_gradients_own_memory():
+    model = network()
+    optimizer = wrap(model)
+    backward(model, 0)
+    where = [p.grad.data_ptr() for p in model.parameters()]
+    optimizer.step()
+    assert where == [p.grad.data_ptr() for p in model.parameters()]
+
+
+def test_warm_up_is_dense_and_then_compressed():
+    model = network()
+    optimizer = wrap(model, TOPK + ",warmup=2")
+    seen = []
+    for step in range(4):
+        train(model, optimizer, [step])
+        seen.append("allgather" in optimizer.compression_stats()["exchanges"])
+    assert seen == [False, False, True, True]
+    assert_same_everywhere(flat(model))
+
+
+def test_patterns_of_names():
+    model = network()
+    optimizer = wrap(model, {"*.bias": "none", "2.*": "fp16", "*": "onebit:min_numel=0"})
+    train(model, optimizer, range(2))
+    assert optimizer.compression_stats()["exchanges"] == {"dense": ["2.bias", "0.bias"], "allreduce": ["2.weight"],
+                                                          "allgather": ["0.weight"]}
+    assert_same_everywhere(flat(model))
+    with pytest.warns(UserWarning, match=r"the pattern 'embeding.\*' in compression= matches no parameter; the names are 0.bias, "):
+        wrap(network(), {"embeding.*": "topk", "*": "onebit"})
+
+
+def optimizers():
+    return sorted(name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)
+                  and issubclass(getattr(torch.optim, name), torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS"))
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_every_optimizer_of_torch(name):
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(30, 30, sparse=True) if name == "SparseAdam" else torch.nn.Linear(30, 30, bias=name != "Muon")
+    optimizer = wrap(model, TOPK, getattr(torch.optim, name)(model.parameters(), lr=0.01))
+    before = flat(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randint(30, (8,)) if name == "SparseAdam" else torch.randn(8, 30)
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+    assert not torch.equal(before, flat(model))
+    assert_same_everywhere(flat(model))
+
+
+def test_what_can_not_work_is_refused():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    for arguments, error, sentence in [
+        ({"optimizer": torch.optim.LBFGS(model.parameters())}, ValueError, "LBFGS can't be distributed: its closure"),
+        ({"op": hvd.Adasum}, ValueError, "op=Adasum can't be combined with compression=topk"),
+        ({"op": hvd.Adasum, "compression": {"*": "fp16"}}, ValueError, "op=Adasum can't be combined"),
+        ({"op": hvd.Min}, ValueError, "give Average or Sum"),
+        ({"compression": Compression.onebit().bind(named)}, TypeError, "pass the compressor itself: compression='onebit'"),
+        ({"compression": 3}, TypeError, "compression=3 is not accepted: give a compressor such as"),
+        ({"compression": None}, TypeError, "compression=None is not accepted"),
+        ({"compression": "tpok"}, ValueError, "did you mean 'topk'"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, ValueError, "gradient_predivide_factor not supported"),
+        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be > 0"),
+        ({"named_parameters": named[:-1]}, ValueError, "were not named"),
+        ({"named_parameters": [("a", p) for _, p in named]}, ValueError, "must be unique"),
+        ({"groups": -1}, ValueError, "groups should be"),
+    ]:
+        with pytest.raises(error) as caught:
+            hvd.DistributedOptimizer(**{"optimizer": sgd, "named_parameters": named, "compression": "topk", **arguments})
+        assert sentence in str(caught.value)
+
+
+def test_adasum_with_uncompressed_and_fp16_gradients():
+    if not hvd.mpi_enabled():
+        pytest.skip("Horovod has Adasum on MPI and NCCL only")
+    for compression in ("none", "fp16"):
+        model = network()
+        optimizer = wrap(model, compression, op=hvd.Adasum)
+        train(model, optimizer, range(2))
+        assert_same_everywhere(flat(model))
+        assert optimizer.compression_stats()["steps"] == 2
