@@ -121,6 +121,24 @@ def selector(compression: str | Compressor | Mapping[str, str | Compressor]) -> 
     return lambda name: next((c for pattern, c in rules if fnmatch.fnmatchcase(name, pattern)), dense)
 
 
+def resolve(compression: Any) -> Compressor | Mapping[str, Any] | Any:
+    """What a frontend's ``compression=`` means: a compressor, a mapping from patterns, or an object in Horovod's style.
+
+    Raises:
+        ValueError: as :func:`get_compressor`.
+        TypeError: for anything else.
+    """
+    if isinstance(compression, str) or isinstance(compression, type) and issubclass(compression, Compressor):
+        return get_compressor(compression)
+    if isinstance(compression, Compressor | Mapping):
+        return compression
+    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
+        return compression
+    raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a "
+                    "spec string such as 'topk:ratio=0.01', a mapping from patterns of parameter names to these, or an "
+                    "object with compress and decompress")
+
+
 def unmatched(compression: Any, names: Iterable[str]) -> list[str]:
     """The patterns of a mapping that match none of ``names``: misspelt ones, most of the time."""
     names = list(names)

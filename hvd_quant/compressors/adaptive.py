@@ -30,6 +30,7 @@ class Adaptive(Compressor):
     """
 
     name = "adaptive"
+    native = True
     ratio: float = 1 / 64
 
     def __post_init__(self) -> None:
@@ -57,4 +58,4 @@ class Adaptive(Compressor):
         return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out=out)
 
     def decode_mean(self, ops, payloads, info, out=None):
-        return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / len(payloads))
+        return ops.adaptive_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / info.world)

@@ -78,6 +78,9 @@ class Compressor:
     name: ClassVar[str]
     linear: ClassVar[bool] = False
     """Whether payloads may be summed as they are, by an allreduce; then :meth:`rounds` says how."""
+    native: ClassVar[bool] = False
+    """Whether the methods use nothing but the codes in ``ops``, so that TensorFlow can trace them into a graph. Others are
+    called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
 
     exchange: str = "auto"
     memory: str = "error_feedback"
@@ -86,6 +89,10 @@ class Compressor:
     merge: str = "none"
     average_every: int = 0
     momentum: float = 0.0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.native = vars(cls).get("native", False)
 
     def __post_init__(self) -> None:
         exchanges = [e for e in EXCHANGES if self.linear or e != "allreduce"]
@@ -160,30 +167,31 @@ class Compressor:
         raise NotImplementedError(f"{type(self).__name__} implements neither decode nor decode_sum")
 
     def decode_mean(self, ops: Any, payloads: list[Array], info: TensorInfo, out: Array | None = None) -> Array:
-        """:meth:`decode_sum` times the fp32 value of 1 / len(payloads); codecs override it where that saves a pass."""
+        """:meth:`decode_sum` times the fp32 value of 1 / info.world; codecs override it where that saves a pass."""
         total = self.decode_sum(ops, payloads, info, out)
-        total *= np.float32(1 / len(payloads)).item()
+        total *= np.float32(1 / info.world).item()
         return total
 
     def rounds(self, ops: Any, grad: Array, state: Mapping[str, Array], info: TensorInfo,
-               out: Array) -> Generator[Array, Array, None]:
+               out: Array) -> Generator[Array, Array, Array]:
         """How a linear code reduces a gradient by allreduce: one or more rounds, written as a generator.
 
-        It yields a vector, is sent back its sum over the workers, and in the end has written the mean gradient into
-        ``out``. ``out`` may be ``grad`` itself.
+        It yields a vector, is sent back its sum over the workers, and in the end returns the mean gradient, which it may
+        have written into ``out``. ``out`` may be ``grad`` itself.
         """
         raise NotImplementedError(f"{self.name} is not linear: it can't be exchanged by allreduce")
 
     # ----------------------------------------------------------------------------------- what every codec comes with
 
-    def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> None:
+    def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> Any:
         """Return the state to its value before ``payload`` was encoded from ``grad``, to fp32 rounding of what was added.
 
-        This knows the residual; a codec with other state overrides it.
+        This knows the residual; a codec with other state overrides it. What it returns is done when the state is back.
         """
         if "residual" in state:
             own = self.decode_sum(ops, [ops.without_flags(payload)], info)
-            ops.restore(state["residual"], own, grad)
+            return ops.restore(state["residual"], own, grad)
+        return None
 
     @property
     def spec(self) -> str:
@@ -202,27 +210,29 @@ class Compressor:
 
     # ------------------------------------------------------------------- Horovod's own optimizers and collectives
 
-    def bind(self, named_parameters: Iterable[tuple[str, Any]], process_set: Any = None) -> Any:
-        """This compressor as Horovod's stock optimizer takes it, with state for each of ``named_parameters``.
+    def bind(self, parameters: Iterable[Any], process_set: Any = None) -> Any:
+        """This compressor as Horovod's stock optimizer and tape take it, with state for each of ``parameters``.
 
         Example::
 
             opt = horovod.torch.DistributedOptimizer(opt, named_parameters=model.named_parameters(),
                                                      compression=Compression.onebit().bind(model.named_parameters()))
+            bound = Compression.onebit().bind(model.trainable_variables)
+            tape = horovod.tensorflow.DistributedGradientTape(tape, compression=bound)
 
         Arguments:
-            named_parameters: (name, parameter) pairs, those that the optimizer gets.
-            process_set: the one that the optimizer gets, Horovod's global one where None.
+            parameters: what the optimizer or tape gets: (name, parameter) pairs in PyTorch, variables in TensorFlow.
+            process_set: the one that the optimizer or tape gets, Horovod's global one where None.
 
         Raises:
-            ValueError: for parameters without names or of no framework known here.
+            ValueError: for parameters without names, or of no framework known here.
         """
-        named = list(named_parameters)
-        if not named or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-            raise ValueError("bind takes (name, parameter) pairs such as model.named_parameters(), the ones that the "
-                             f"optimizer gets; it was given {type(named_parameters).__name__} with "
-                             + (f"a {type(named[0]).__name__} in it" if named else "nothing in it"))
-        return stock_hooks(named[0][1]).bind(self, named, process_set)
+        parameters = list(parameters)
+        if not parameters:
+            raise ValueError("bind was given no parameters; it takes model.named_parameters() in PyTorch and "
+                             "model.trainable_variables in TensorFlow, those that the optimizer or tape gets")
+        first = parameters[0]
+        return stock_hooks(first[1] if isinstance(first, tuple) and len(first) == 2 else first).bind(self, parameters, process_set)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Horovod's hook for codes that keep no state and need no name; what it returns is summed or averaged by Horovod.
@@ -233,7 +243,8 @@ class Compressor:
         why = "keeps state by parameter" if self.stateful else "exchanges its payloads by the parameters' names"
         raise ValueError(
             f"{self.spec} {why}, so Horovod's own functions can't use it unbound: pass "
-            f"compression=compressor.bind(model.named_parameters()), or use hvd_quant's DistributedOptimizer")
+            "compression=compressor.bind(model.named_parameters()), in TensorFlow compressor.bind(model.trainable_variables), "
+            "or use hvd_quant's DistributedOptimizer or DistributedGradientTape")
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """The other half of :meth:`compress`."""
@@ -242,9 +253,13 @@ class Compressor:
 
 def stock_hooks(tensor: Any) -> Any:
     """The frontend module that serves Horovod's stock functions for the framework of ``tensor``."""
-    if any(cls.__module__.partition(".")[0] == "torch" for cls in type(tensor).__mro__):
+    packages = {cls.__module__.partition(".")[0] for cls in type(tensor).__mro__}
+    if "torch" in packages:
         return importlib.import_module("hvd_quant.torch.stock")
-    raise ValueError(f"a PyTorch tensor is expected, not a {type(tensor).__module__}.{type(tensor).__name__}")
+    if packages & {"tensorflow", "keras", "tf_keras"}:
+        return importlib.import_module("hvd_quant.tensorflow.stock")
+    raise ValueError("a PyTorch tensor or a TensorFlow tensor or variable is expected, not a "
+                     f"{type(tensor).__module__}.{type(tensor).__name__}")
 
 
 def is_int(x: Any) -> bool:

@@ -30,6 +30,9 @@ class _Half(Compressor):
     def decode_sum(self, ops, payloads, info, out=None):
         return ops.cast_decode_sum(payloads, info.numel, self.dtype, self.name, out=out)
 
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.cast_decode_sum(payloads, info.numel, self.dtype, self.name, out=out, scale=1 / info.world)
+
 
 @register
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,13 @@ class FP16(_Half):
     """
 
     name = "fp16"
+    native = True
     dtype = "float16"
     linear = True
 
-    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, None]:
+    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, Any]:
         total = yield ops.divide_to_half(grad, info.world)
-        ops.widen(total, out)
+        return ops.widen(total, out)
 
     def compress(self, tensor):
         return stock_hooks(tensor).compress_half(tensor)
@@ -65,4 +69,5 @@ class BF16(_Half):
     """
 
     name = "bf16"
+    native = True
     dtype = "bfloat16"

@@ -17,6 +17,7 @@ class NoCompression(Compressor):
     """The gradient as it is, 4 bytes an entry. Linear, stateless."""
 
     name = "none"
+    native = True
     linear = True
     memory: str = "none"
     min_numel: int = 0
@@ -30,9 +31,12 @@ class NoCompression(Compressor):
     def decode_sum(self, ops, payloads, info, out=None):
         return ops.cast_decode_sum(payloads, info.numel, "float32", self.name, out=out)
 
-    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, None]:
+    def decode_mean(self, ops, payloads, info, out=None):
+        return ops.cast_decode_sum(payloads, info.numel, "float32", self.name, out=out, scale=1 / info.world)
+
+    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, Any]:
         total = yield grad
-        ops.divide(total, info.world, out)
+        return ops.divide(total, info.world, out)
 
     def compress(self, tensor):
         return tensor, None

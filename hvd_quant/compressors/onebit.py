@@ -29,6 +29,7 @@ class OneBit(Compressor):
     """
 
     name = "onebit"
+    native = True
     block_size: int = 2048
     zeros: bool = False
 
@@ -52,4 +53,4 @@ class OneBit(Compressor):
         return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out=out)
 
     def decode_mean(self, ops, payloads, info, out=None):
-        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out=out, scale=1 / len(payloads))
+        return ops.onebit_decode_sum(payloads, info.numel, self.block_size, self.zeros, out=out, scale=1 / info.world)

@@ -31,6 +31,7 @@ class Threshold(Compressor):
     """
 
     name = "threshold"
+    native = True
     tau: float
     capacity: float = 1 / 32
 
@@ -53,4 +54,4 @@ class Threshold(Compressor):
         return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out=out)
 
     def decode_mean(self, ops, payloads, info, out=None):
-        return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / len(payloads))
+        return ops.threshold_decode_sum(payloads, info.numel, self._slots(info), out=out, scale=1 / info.world)

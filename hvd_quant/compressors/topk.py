@@ -30,6 +30,7 @@ class TopK(Compressor):
     """
 
     name = "topk"
+    native = True
     ratio: float = 0.01
     values: str = "float32"
 
@@ -55,4 +56,4 @@ class TopK(Compressor):
         return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out)
 
     def decode_mean(self, ops, payloads, info, out=None):
-        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out, scale=1 / len(payloads))
+        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out, scale=1 / info.world)

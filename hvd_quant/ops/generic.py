@@ -195,9 +195,10 @@ def _to_half(v: Array) -> tuple[Array, Array]:
     return xp.astype(xp.clip(v, -FP16_MAX, FP16_MAX), xp.float16), xp.any(xp.abs(v) >= FP16_MAX + 16)
 
 
-def divide(total: Array, world: int, out: Array) -> None:
+def divide(total: Array, world: int, out: Array) -> Array:
     """out = total / world, in place where they are the same vector."""
     out[:] = total / world
+    return out
 
 
 def divide_to_half(grad: Array, world: int) -> Array:
@@ -207,15 +208,17 @@ def divide_to_half(grad: Array, world: int) -> Array:
         return xp.astype(grad / world, xp.float16)
 
 
-def widen(half: Array, out: Array) -> None:
+def widen(half: Array, out: Array) -> Array:
     """out = half, as fp32."""
     out[:] = array_namespace(half).astype(half, out.dtype)
+    return out
 
 
-def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, *, out: Array | None = None) -> Array:
-    """The sum of what :func:`cast_encode` made."""
+def cast_decode_sum(payloads: list[Array], numel: int, dtype: str, codec: str, *, out: Array | None = None,
+                    scale: float = 1.0) -> Array:
+    """The sum of what :func:`cast_encode` made, times ``scale``."""
     out = new_vector(numel, payloads[0]) if out is None else out
-    return add_up((_cast_decode(payload, numel, dtype, codec) for payload in payloads), out)
+    return add_up((_cast_decode(payload, numel, dtype, codec) for payload in payloads), out, scale)
 
 
 def _cast_decode(payload: Array, numel: int, dtype: str, codec: str) -> tuple[Array, bool]:

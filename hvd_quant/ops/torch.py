@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_quant import wire
@@ -99,7 +100,8 @@ def _cast_encode(grad: Tensor, dtype: str, codec: str) -> Tensor:
     return payload
 
 
-def _cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str, *, out: Tensor | None = None) -> Tensor:
+def _cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str, *, out: Tensor | None = None,
+                     scale: float = 1.0) -> Tensor:
     out = _vector(payloads, numel, out)
     nbytes = numel * _DTYPES[dtype].itemsize
     terms, flags = [], 0
@@ -118,7 +120,7 @@ def _cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str,
     out.zero_()
     for term in terms:
         out += term
-    return out
+    return out.mul_(np.float32(scale).item()) if scale != 1 else out
 
 
 def _all_finite(values: Tensor) -> bool:

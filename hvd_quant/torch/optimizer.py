@@ -13,7 +13,7 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.registry import get_compressor, selector, unmatched
+from hvd_quant.registry import get_compressor, resolve, selector, unmatched
 from hvd_quant.torch.reducer import Reducer, drain, sparse_bytes
 from hvd_quant.torch.stock import Bound
 
@@ -57,7 +57,10 @@ def DistributedOptimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS can't be distributed: its closure may run a different number of times on each worker, so "
                          "their exchanges would not pair up; use another optimizer")
-    compression = _resolve(compression)
+    if isinstance(compression, Bound):
+        raise TypeError("a bound compressor is for Horovod's own optimizer; pass the compressor itself: compression="
+                        f"{compression.compressor.spec!r}")
+    compression = resolve(compression)
     uncompressed = compression == _NONE or not isinstance(compression, Compressor | Mapping)
     if op == Adasum and not uncompressed and compression != _FP16:
         raise ValueError(f"op=Adasum can't be combined with compression={_spec(compression)}: Adasum needs the gradients "
@@ -87,22 +90,6 @@ def DistributedOptimizer(
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
     return wrapped
-
-
-def _resolve(compression: Any) -> Compressor | Mapping[str, Any] | Any:
-    """A compressor, a mapping from patterns, or an object in Horovod's style."""
-    if isinstance(compression, Bound):
-        raise TypeError("a bound compressor is for Horovod's own optimizer; pass the compressor itself: compression="
-                        f"{compression.compressor.spec!r}")
-    if isinstance(compression, str) or isinstance(compression, type) and issubclass(compression, Compressor):
-        return get_compressor(compression)
-    if isinstance(compression, Compressor | Mapping):
-        return compression
-    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
-        return compression
-    raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a "
-                    "spec string such as 'topk:ratio=0.01', a mapping from patterns of parameter names to these, or an "
-                    "object with compress and decompress")
 
 
 def _spec(compression: Compressor | Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,10 +13,9 @@ from horovod.torch.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import exchange, wire
 from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.exchange.checkpoint import restored, saved
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
-
-_log = logging.getLogger("hvd_quant")
 
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -104,10 +102,7 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and step counts by parameter name, and whose they are."""
-        tensors = {name: {"compressor": slot.compressor.spec, "step": slot.step,
-                          "state": {key: value.clone() for key, value in slot.state.items()}}
-                   for name, slot in self._slots.items()}
-        return {"version": 1, **self._whose(), "tensors": tensors}
+        return saved(self._slots, torch.clone, **self._whose())
 
     def _whose(self) -> dict[str, int | None]:
         if not self.process_set.included():
@@ -120,33 +115,10 @@ class Reducer:
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
-        whose = self._whose()
-        found = {key: state.get(key) for key in ("version", "rank", "world")}
-        if found != {"version": 1, **whose}:
-            raise ValueError(f"the compression state is of worker {found['rank']} of {found['world']}, format "
-                             f"{found['version']}; this is worker {whose['rank']} of {whose['world']} and reads format 1: each "
-                             "worker has to save and load its own")
-        try:
-            tensors = {name: (saved["compressor"], int(saved["step"]), dict(saved["state"]))
-                       for name, saved in state["tensors"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what "
-                             "compression_state_dict() returned") from error
-        for name in tensors.keys() - self._slots.keys():
-            _log.warning("compression state of %s is dropped: the optimizer has no such parameter", name)
-        for name, slot in self._slots.items():
-            compressor, slot.step, saved = tensors.get(name, (slot.compressor.spec, 0, {}))
-            if compressor != slot.compressor.spec:
-                _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor,
-                             slot.compressor.spec)
+        for slot, step, values in restored(state, self._slots, **self._whose()):
+            slot.step = step
             for key, value in slot.state.items():
-                old = saved.get(key)
-                if old is not None and old.shape == value.shape:
-                    value.copy_(old)
-                else:
-                    _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s",
-                                 key, name, "none" if old is None else f"shape {tuple(old.shape)}", tuple(value.shape))
-                    value.zero_()
+                value.copy_(values[key]) if key in values else value.zero_()
 
 
 def drain(exchanges: list[Exchange]) -> None:
@@ -291,7 +263,8 @@ class AllReduce(Exchange):
         try:
             with self._reducer.stats.timed("encode" if total is None else "decode"):
                 tensor = self._rounds.send(total)
-        except StopIteration:
+        except StopIteration as end:
+            self._flat = end.value
             return False
         self._allreduce(tensor, f"hvd_quant.{self._info.name}.{self._round}", Sum)
         self._count("allreduce", tensor.numel() * tensor.element_size())

@@ -19,6 +19,10 @@ from hvd_quant.torch.reducer import Exchange, Reducer
 def bind(compressor: Compressor, named_parameters: list[tuple[str, torch.Tensor]],
          process_set: ProcessSet | None = None) -> Bound:
     """See :meth:`hvd_quant.Compressor.bind`."""
+    for pair in named_parameters:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError("bind takes (name, parameter) pairs such as model.named_parameters(), the ones that the optimizer "
+                             f"gets; it was given a {type(pair).__name__}")
     return Bound(compressor, named_parameters, process_set or global_process_set)
 
 

@@ -154,7 +154,7 @@ def test_a_sum_that_overflows_into_the_residual_is_flagged(compressor, backend):
 @every(CODECS)
 @pytest.mark.parametrize("numel", SIZES)
 def test_decoding_adds_in_order_and_writes_in_place(compressor, backend, numel):
-    workers = [Worker(compressor, backend, numel) for _ in range(3)]
+    workers = [Worker(compressor, backend, numel, rank, 3) for rank in range(3)]
     payloads = [w.encode(normal(numel, i)) for i, w in enumerate(workers)]
     expected = np.zeros(numel, np.float32)
     for w, p in zip(workers, payloads):

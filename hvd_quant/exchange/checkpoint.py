@@ -1,0 +1,66 @@
+"""The compression state of one worker as a dictionary of tensors, numbers and strings, for a checkpoint a worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from hvd_quant.compressors import Compressor
+
+_log = logging.getLogger("hvd_quant")
+
+
+class Slot(Protocol):
+    """What a frontend keeps for one parameter."""
+
+    compressor: Compressor
+    state: Mapping[str, Any]
+    step: Any
+
+
+def saved(slots: Mapping[str, Slot], copy: Callable[[Any], Any], rank: int | None, world: int | None) -> dict[str, Any]:
+    """State and step counts by parameter name, and whose they are.
+
+    Arguments:
+        copy: from a tensor of the state to one that training doesn't change.
+        rank, world: this worker's in the process set; None outside it.
+    """
+    tensors = {name: {"compressor": slot.compressor.spec, "step": int(slot.step),
+                      "state": {key: copy(value) for key, value in slot.state.items()}}
+               for name, slot in slots.items()}
+    return {"version": 1, "rank": rank, "world": world, "tensors": tensors}
+
+
+def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | None,
+             world: int | None) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+    """Each slot with the step and the tensors that ``state`` holds for it; what no longer fits is left out, with a line in
+    the log, and has to start at zero.
+
+    Raises:
+        ValueError: before the first slot, if the state is of another worker, number of workers, or format.
+    """
+    found = {key: state.get(key) for key in ("version", "rank", "world")}
+    if found != {"version": 1, "rank": rank, "world": world}:
+        raise ValueError(f"the compression state is of worker {found['rank']} of {found['world']}, format "
+                         f"{found['version']}; this is worker {rank} of {world} and reads format 1: each worker has to save and "
+                         "load its own")
+    try:
+        tensors = {name: (kept["compressor"], int(kept["step"]), dict(kept["state"]))
+                   for name, kept in state["tensors"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what "
+                         "compression_state_dict() returned") from error
+    for name in tensors.keys() - slots.keys():
+        _log.warning("compression state of %s is dropped: the optimizer has no such parameter", name)
+    for name, slot in slots.items():
+        compressor, step, values = tensors.get(name, (slot.compressor.spec, 0, {}))
+        if compressor != slot.compressor.spec:
+            _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor, slot.compressor.spec)
+        for key, value in slot.state.items():
+            old = values.get(key)
+            if old is None or tuple(old.shape) != tuple(value.shape):
+                _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s",
+                             key, name, "none" if old is None else f"shape {tuple(old.shape)}", tuple(value.shape))
+                values.pop(key, None)
+        yield slot, step, values
