@@ -3,18 +3,20 @@
 An encode with error feedback must read the gradient, and read and write the residual: its limit is one pass that reads two
 vectors and writes one. A decode must write its output: its limit is filling a vector. Both are taken as the best way found
 to do them here. All rows take turns in each round, so that what else the machine does falls on all of them alike; what is
-printed are medians over the rounds, and the quartiles. With one thread it is its processor time that counts, which leaves
-out when others had the core.
+printed are medians over the rounds, and the quartiles. With one thread it is the process's processor time that counts,
+which leaves out when others had the core. Where TensorFlow is installed, its operations run too, in a tf.function.
 
     python benchmarks/kernels.py --entries 16777216 --threads 1 --rounds 15
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,9 +24,18 @@ from rich.table import Table
 
 from hvd_quant.ops import torch as ops
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+try:
+    import tensorflow as tf
+
+    from hvd_quant.ops import tensorflow as tf_ops
+except ImportError:
+    tf = None
+
 LIMIT = "limit: read two vectors, write one"
 FILL = "limit: write one vector"
 BASELINE = "topk 1 % encode with torch.topk"
+IN_TENSORFLOW = ", TensorFlow"
 WORKERS = 4
 BLOCK_SIZE = 2048
 TAU = 10.0  # gradients have deviation 1: a random walk leaves +-10 once in a hundred steps
@@ -39,6 +50,36 @@ def topk_with_torch(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple
     return index, values
 
 
+def encoder(backend: Any, name: str, residual: Any) -> Callable[[Any, Any], Any]:
+    """The code ``name`` as a function of a gradient and a step."""
+    def onebit(grad: Any, step: Any) -> Any:
+        return backend.onebit_encode(grad, residual, BLOCK_SIZE)
+
+    def threshold(grad: Any, step: Any) -> Any:
+        return backend.threshold_encode(grad, residual, TAU, ops.slots_for(1 / 64, grad.shape[0]), step)
+
+    def adaptive(grad: Any, step: Any) -> Any:
+        thresholds = backend.adaptive_measure(grad, residual, 1 / 64, step)
+        return backend.adaptive_encode(grad, residual, thresholds, ops.slots_for(1 / 64, grad.shape[0]), step)
+
+    def topk(grad: Any, step: Any) -> Any:
+        thresholds = backend.topk_measure(grad, residual, 0.01, step)
+        return backend.topk_encode(grad, residual, thresholds, ops.slots_for(0.01, grad.shape[0]), "float32", step)
+
+    return {"onebit": onebit, "threshold": threshold, "adaptive 1/64": adaptive, "topk 1 %": topk}[name]
+
+
+def decoder(backend: Any, name: str, n: int) -> Callable[[Any, Any], Any]:
+    """The sum of payloads of the code ``name`` as a function of these and of where it goes."""
+    few, fewer = ops.slots_for(1 / 64, n), ops.slots_for(0.01, n)
+    return {
+        "onebit": lambda payloads, out: backend.onebit_decode_sum(payloads, n, BLOCK_SIZE, out=out),
+        "threshold": lambda payloads, out: backend.threshold_decode_sum(payloads, n, few, out=out),
+        "adaptive 1/64": lambda payloads, out: backend.adaptive_decode_sum(payloads, n, few, out=out),
+        "topk 1 %": lambda payloads, out: backend.topk_decode_sum(payloads, n, fewer, "float32", out=out),
+    }[name]
+
+
 class Bench:
     """Callables by row name; each takes the round's number, as the step and to choose a gradient."""
 
@@ -47,65 +88,47 @@ class Bench:
         self.grads = [torch.randn(entries, generator=generator) for _ in range(4)]
         self.out = torch.zeros(entries)
         self.entries = entries
-        self.encode = {
-            "onebit": self._onebit(),
-            "threshold": self._threshold(),
-            "adaptive 1/64": self._adaptive(1 / 64),
-            "topk 1 %": self._topk(0.01),
-        }
         # What four workers would send: the codecs' payloads of four rounds.
-        self.payloads = {name: [encode(step) for step in range(WORKERS)] for name, encode in self.encode.items()}
+        self.payloads = {}
 
     def grad(self, step: int) -> torch.Tensor:
         return self.grads[step % len(self.grads)]
 
-    def _residual(self) -> torch.Tensor:
+    def _residual(self, name: str) -> torch.Tensor:
+        if name == "onebit":
+            return torch.zeros(self.entries)
         # As after many steps of a walk that starts again from 0 where it leaves +-TAU.
         return (torch.rand(self.entries) - torch.rand(self.entries)) * TAU
 
-    def _onebit(self) -> Callable[[int], torch.Tensor]:
-        residual = torch.zeros(self.entries)
-        return lambda step: ops.onebit_encode(self.grad(step), residual, BLOCK_SIZE)
+    def _in_torch(self, name: str) -> dict[str, Callable[[int], object]]:
+        encode, decode = encoder(ops, name, self._residual(name)), decoder(ops, name, self.entries)
+        payloads = self.payloads[name] = [encode(self.grad(step), step) for step in range(WORKERS)]
+        return {f"{name} encode": lambda step: encode(self.grad(step), step),
+                f"{name} decode_sum of {WORKERS}": lambda step: decode(payloads, self.out)}
 
-    def _threshold(self) -> Callable[[int], torch.Tensor]:
-        residual, slots = self._residual(), ops.slots_for(1 / 64, self.entries)
-        return lambda step: ops.threshold_encode(self.grad(step), residual, TAU, slots, step)
-
-    def _adaptive(self, ratio: float) -> Callable[[int], torch.Tensor]:
-        residual, slots = self._residual(), ops.slots_for(ratio, self.entries)
-
-        def encode(step: int) -> torch.Tensor:
-            thresholds = ops.adaptive_measure(self.grad(step), residual, ratio, step)
-            return ops.adaptive_encode(self.grad(step), residual, thresholds, slots, step)
-        return encode
-
-    def _topk(self, ratio: float) -> Callable[[int], torch.Tensor]:
-        residual, slots = self._residual(), ops.slots_for(ratio, self.entries)
-
-        def encode(step: int) -> torch.Tensor:
-            thresholds = ops.topk_measure(self.grad(step), residual, ratio, step)
-            return ops.topk_encode(self.grad(step), residual, thresholds, slots, "float32", step)
-        return encode
+    def _in_tensorflow(self, name: str) -> dict[str, Callable[[int], object]]:
+        grads = [tf.experimental.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(grad)) for grad in self.grads]
+        encode = tf.function(encoder(tf_ops, name, tf.Variable(self._residual(name).numpy(), trainable=False)))
+        decode = tf.function(decoder(tf_ops, name, self.entries))
+        gathered = tf_ops.Payloads(tf.constant(torch.cat(self.payloads[name]).numpy()), WORKERS)
+        return {f"{name} encode{IN_TENSORFLOW}":
+                lambda step: encode(grads[step % len(grads)], tf.constant(step, tf.int64)),
+                f"{name} decode_sum of {WORKERS}{IN_TENSORFLOW}": lambda step: decode(gathered, None)}
 
     def rows(self, baseline: bool) -> dict[str, Callable[[int], object]]:
-        n, out, payloads = self.entries, self.out, self.payloads
-        total, residual = torch.zeros(n), self._residual()
+        n, out, names = self.entries, self.out, ("onebit", "threshold", "adaptive 1/64", "topk 1 %")
+        total, residual = torch.zeros(n), self._residual("topk 1 %")
         add, fill = torch.ops.hvd_quant.stream_add, torch.ops.hvd_quant.stream_fill
         rows = {
             f"{LIMIT} (in place)": lambda step: add(total, self.grad(step), total),
             f"{LIMIT} (elsewhere)": lambda step: add(total, self.grad(step), out),
             f"{FILL} (through the caches)": lambda step: fill(out, 1.0, False),
             f"{FILL} (past the caches)": lambda step: fill(out, 1.0, True),
-            **{f"{name} encode": encode for name, encode in self.encode.items()},
-            f"onebit decode_sum of {WORKERS}":
-                lambda step: ops.onebit_decode_sum(payloads["onebit"], n, BLOCK_SIZE, out=out),
-            f"threshold decode_sum of {WORKERS}":
-                lambda step: ops.threshold_decode_sum(payloads["threshold"], n, ops.slots_for(1 / 64, n), out=out),
-            f"adaptive 1/64 decode_sum of {WORKERS}":
-                lambda step: ops.adaptive_decode_sum(payloads["adaptive 1/64"], n, ops.slots_for(1 / 64, n), out=out),
-            f"topk 1 % decode_sum of {WORKERS}":
-                lambda step: ops.topk_decode_sum(payloads["topk 1 %"], n, ops.slots_for(0.01, n), "float32", out=out),
         }
+        for name in names:
+            rows.update(self._in_torch(name))
+            if tf:
+                rows.update(self._in_tensorflow(name))
         if baseline:
             rows[BASELINE] = lambda step: topk_with_torch(self.grad(step), residual, ops.slots_for(0.01, n))
         return rows
@@ -134,6 +157,8 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
     for name, row in figures.items():
         row["of_limit"] = best(FILL if "decode" in name or name.startswith(FILL) else LIMIT) / row["ms"]
+        if name.endswith(IN_TENSORFLOW):
+            row["of_torch"] = row["ms"] / figures[name.removesuffix(IN_TENSORFLOW)]["ms"]
     if BASELINE in figures:
         figures[BASELINE]["topk_speedup"] = figures[BASELINE]["ms"] / figures["topk 1 % encode"]["ms"]
     return figures
@@ -142,7 +167,7 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=2**24, help="of each vector (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, and of TensorFlow (%(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds, at least 2 (%(default)s)")
     parser.add_argument("--no-baseline", action="store_true", help="leave torch.topk out: it takes most of the time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -151,17 +176,20 @@ def main() -> None:
         parser.error(f"--rounds is {args.rounds}, expected at least 2")
 
     torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    if tf:
+        tf.config.threading.set_intra_op_parallelism_threads(args.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     figures = summary(measure(Bench(args.entries).rows(not args.no_baseline), args.rounds, clock))
     level = torch.ops.hvd_quant.simd_level()
     table = Table(title=f"{args.entries} fp32 entries, {args.threads} thread(s), {args.rounds} rounds, {level}")
-    for column in ("row", "median ms", "quartiles", "GB/s", "of its limit"):
+    for column in ("row", "median ms", "quartiles", "GB/s", "of its limit", *(["times PyTorch's"] if tf else [])):
         table.add_column(column, justify="left" if column == "row" else "right")
     for name, row in figures.items():
         moved = args.entries * (4 if "decode" in name or name.startswith(FILL) else 12)
         low, high = row["quartiles_ms"]
         table.add_row(name, f"{row['ms']:.2f}", f"{low:.2f} … {high:.2f}", f"{moved / row['ms'] / 1e6:.1f}",
-                      f"{row['of_limit']:.2f}")
+                      f"{row['of_limit']:.2f}", *([f"{row['of_torch']:.2f}"] if "of_torch" in row else []))
     console = Console()
     console.print(table)
     if BASELINE in figures:

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/cast.h"
 #include "kernels/measure.h"
 #include "kernels/onebit.h"
 #include "kernels/sparse.h"
@@ -27,6 +28,7 @@ using Residual = c10::optional<Tensor>;  // the dispatcher does not know std::op
 using Residual = std::optional<Tensor>;
 #endif
 using hvd_quant::Bytes;
+using hvd_quant::Cast;
 using hvd_quant::Code;
 using hvd_quant::SparseLayout;
 
@@ -189,20 +191,28 @@ Tensor adaptive_measure(const Tensor& grad, const Residual& residual, double rat
   return measure(hvd_quant::adaptive_measure, grad, residual, ratio, step);
 }
 
-std::tuple<int64_t, std::string> check(const Tensor& payload, std::string codec, int64_t numel, int64_t body_bytes) {
-  check_vector(payload, "payload", at::kByte);
-  int64_t flags = 0;
-  std::string error = complaint([&] {
-    flags = hvd_quant::check({payload.const_data_ptr<uint8_t>(), payload.numel()}, codec, numel, body_bytes);
-  });
-  return {flags, std::move(error)};
+Cast cast_type(const std::string& dtype) {
+  TORCH_CHECK_VALUE(dtype == "float32" || dtype == "float16" || dtype == "bfloat16", "dtype is ", dtype,
+                    ", expected float32, float16 or bfloat16");
+  return dtype == "float32" ? Cast::float32 : dtype == "float16" ? Cast::float16 : Cast::bfloat16;
 }
 
-void seal(const Tensor& payload, bool finite) {
-  check_vector(payload, "payload", at::kByte);
-  TORCH_CHECK_VALUE(payload.numel() >= hvd_quant::kHeaderBytes && payload.numel() % 4 == 0, "payload has ", payload.numel(),
-                    " bytes, expected a multiple of 4, at least 32");
-  hvd_quant::seal(payload.mutable_data_ptr<uint8_t>(), payload.numel(), finite);
+Tensor cast_encode(const Tensor& grad, std::string dtype, std::string codec) {
+  check_vector(grad, "grad", at::kFloat);
+  const Cast type = cast_type(dtype);
+  Tensor payload = empty_payload(hvd_quant::cast_payload_bytes(type, grad.numel()));
+  hvd_quant::cast_encode(type, codec, grad.const_data_ptr<float>(), grad.numel(), payload.mutable_data_ptr<uint8_t>(),
+                         threads());
+  return payload;
+}
+
+std::string cast_decode_sum(const std::vector<Tensor>& payloads, std::string dtype, std::string codec, double scale,
+                            const Tensor& out) {
+  const std::vector<Bytes> bytes = bytes_of(payloads, out);
+  const Cast type = cast_type(dtype);
+  return complaint([&] {
+    hvd_quant::cast_decode_sum(type, codec, bytes, out.numel(), float(scale), out.mutable_data_ptr<float>(), threads());
+  });
 }
 
 // The benchmark's two limits: reading two vectors and writing one, and writing one.
@@ -241,8 +251,8 @@ TORCH_LIBRARY(hvd_quant, m) {
   m.def("topk_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
   m.def("topk_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, str values, int step) -> Tensor");
   m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, *, float scale, Tensor(a!) out) -> str");
-  m.def("check(Tensor payload, str codec, int numel, int body_bytes) -> (int, str)");
-  m.def("seal(Tensor(a!) payload, bool finite) -> ()");
+  m.def("cast_encode(Tensor grad, str dtype, str codec) -> Tensor");
+  m.def("cast_decode_sum(Tensor[] payloads, str dtype, str codec, *, float scale, Tensor(a!) out) -> str");
   m.def("stream_add(Tensor a, Tensor b, Tensor(a!) out) -> ()");
   m.def("stream_fill(Tensor(a!) out, float value, bool bypass_caches) -> ()");
   m.def("simd_level() -> str", simd_level);
@@ -259,8 +269,8 @@ TORCH_LIBRARY_IMPL(hvd_quant, CPU, m) {
   m.impl("topk_measure", topk_measure);
   m.impl("topk_encode", topk_encode);
   m.impl("topk_decode_sum", topk_decode_sum);
-  m.impl("check", check);
-  m.impl("seal", seal);
+  m.impl("cast_encode", cast_encode);
+  m.impl("cast_decode_sum", cast_decode_sum);
   m.impl("stream_add", stream_add);
   m.impl("stream_fill", stream_fill);
 }

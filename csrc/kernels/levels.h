@@ -12,6 +12,9 @@ struct OnebitView {
   const uint8_t *levels, *signs, *nonzeros;
 };
 
+// How a value travels as it is.
+enum class Cast { float32, float16, bfloat16 };
+
 // The functions of loops.h, compiled for one level.
 struct Loops {
   uint64_t (*weigh)(const uint8_t*, int64_t);
@@ -29,6 +32,8 @@ struct Loops {
   void (*move_tile)(float*, float, float*, int, bool);
   void (*halve)(float*, int, uint16_t*);
   void (*widen)(const uint16_t*, int, float*);
+  bool (*cast)(Cast, const float*, int64_t, uint8_t*);
+  void (*cast_sum)(Cast, const uint8_t* const*, int, int64_t, int64_t, float, float*, bool);
   void (*add_all)(const float*, const float*, float*, int64_t);
   void (*fill)(float, float*, int64_t, bool);
 };

@@ -404,6 +404,112 @@ static void widen(const uint16_t* x, int n, float* out) {
   for (int i = 0; i < n; i += 16) store(out + i, from_half(x + i));
 }
 
+// ----------------------------------------------------------------------------------------------- none, fp16 and bf16
+
+// The values of `a`, which the type can hold, at `out`: the first `lanes` (1 to 16).
+HVD_QUANT_INLINE void to_cast(F a, uint8_t* out, int lanes, const Cast type) {
+  uint16_t half[16];
+  float x[16];
+  store(x, a);
+  if (type == Cast::float32) {
+    __builtin_memcpy(out, x, 4 * size_t(lanes));
+    return;
+  }
+  if (type == Cast::float16) {
+    to_half(a, half);
+  } else {
+    uint32_t u[16];
+    __builtin_memcpy(u, x, 64);
+    for (int i = 0; i < 16; ++i) half[i] = uint16_t((u[i] + 0x7fff + (u[i] >> 16 & 1)) >> 16);
+  }
+  __builtin_memcpy(out, half, 2 * size_t(lanes));
+}
+
+// n floats as another type, rounded to nearest even; what is not finite becomes 0, and what would round to infinity the
+// largest finite value. False if there was any of these.
+HVD_QUANT_INLINE bool cast_all(const float* x, int64_t n, uint8_t* out, const Cast type) {
+  const float most = type == Cast::float16 ? 65504.0f : 0x1.fep127f;
+  const float beyond = type == Cast::float16 ? 65520.0f : 0x1.ffp127f;
+  const F zero = set(0), largest = set(most), smallest = set(-most), up = set(beyond), down = set(-beyond);
+  const int64_t size = type == Cast::float32 ? 4 : 2;
+  M ok = mask(0xffff), over = mask(0);
+  for (int64_t i = 0; i < n; i += 16) {
+    const int lanes = n - i < 16 ? int(n - i) : 16;
+    prefetch(x + i + kAhead);
+    F a = lanes == 16 ? load(x + i) : load_part(x + i, lanes);
+    const M good = finite(a);
+    a = select(good, a, zero);
+    ok = both(ok, good);
+    if (type != Cast::float32) {
+      over = either(over, either(ge(a, up), ge(down, a)));
+      a = select(gt(a, largest), largest, select(gt(smallest, a), smallest, a));
+    }
+    if (lanes == 16)
+      to_cast(a, out + size * i, 16, type);
+    else
+      to_cast(a, out + size * i, lanes, type);
+  }
+  return bits(ok) == 0xffff && !bits(over);
+}
+
+static bool cast(Cast type, const float* x, int64_t n, uint8_t* out) {
+  return type == Cast::float32   ? cast_all(x, n, out, Cast::float32)
+         : type == Cast::float16 ? cast_all(x, n, out, Cast::float16)
+                                 : cast_all(x, n, out, Cast::bfloat16);
+}
+
+// The first `lanes` (1 to 16) values at p, the others 0.
+HVD_QUANT_INLINE F from_cast(const uint8_t* p, int lanes, const Cast type) {
+  float x[16] = {};
+  if (type == Cast::float32) {
+    __builtin_memcpy(x, p, 4 * size_t(lanes));
+    return load(x);
+  }
+  uint16_t half[16] = {};
+  __builtin_memcpy(half, p, 2 * size_t(lanes));
+  if (type == Cast::float16) return from_half(half);
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t u = uint32_t(half[i]) << 16;
+    __builtin_memcpy(x + i, &u, 4);
+  }
+  return load(x);
+}
+
+// `scale` times the sum of the entries [first, last) of n bodies.
+HVD_QUANT_INLINE void add_casts(const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale,
+                                float* out, bool streamed, const Cast type) {
+  const F zero = set(0), factor = set(scale);
+  const int64_t size = type == Cast::float32 ? 4 : 2;
+  int64_t at = first;
+  for (; at + 16 <= last; at += 16) {
+    F x = zero;
+    for (int p = 0; p < n; ++p) {
+      __builtin_prefetch(bodies[p] + size * (at + kAhead), 0, 3);
+      x = add(x, from_cast(bodies[p] + size * at, 16, type));
+    }
+    if (streamed)
+      stream(out + at, mul(x, factor));
+    else
+      store(out + at, mul(x, factor));
+  }
+  if (at < last) {
+    F x = zero;
+    for (int p = 0; p < n; ++p) x = add(x, from_cast(bodies[p] + size * at, int(last - at), type));
+    store_part(out + at, mul(x, factor), int(last - at));
+  }
+  if (streamed) fence();
+}
+
+static void cast_sum(Cast type, const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale,
+                     float* out, bool streamed) {
+  if (type == Cast::float32)
+    add_casts(bodies, n, first, last, scale, out, streamed, Cast::float32);
+  else if (type == Cast::float16)
+    add_casts(bodies, n, first, last, scale, out, streamed, Cast::float16);
+  else
+    add_casts(bodies, n, first, last, scale, out, streamed, Cast::bfloat16);
+}
+
 // --------------------------------------------------------------------------------------- what the benchmark compares with
 
 static void add_all(const float* a, const float* b, float* out, int64_t n) {
@@ -429,6 +535,7 @@ static void fill(float value, float* out, int64_t n, bool streamed) {
 }
 
 static constexpr Loops table() {
-  return {weigh,        onebit_encode_blocks, onebit_decode_blocks, scan_unit, list_unit, gather, scatter, signed_means,
-          split_signs,  place_unit,           ascending,            move_tile, halve,     widen,  add_all, fill};
+  return {weigh,       onebit_encode_blocks, onebit_decode_blocks, scan_unit, list_unit, gather, scatter,  signed_means,
+          split_signs, place_unit,           ascending,            move_tile, halve,     widen,  cast,     cast_sum,
+          add_all,     fill};
 }

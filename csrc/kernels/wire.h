@@ -6,6 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "levels.h"
 
@@ -111,9 +112,8 @@ inline std::string failure_message(const uint8_t* body, int64_t nbytes) {
          valid_utf8(body + 8, length < nbytes - 8 ? length : nbytes - 8);
 }
 
-// Checks a whole payload but for its body's contents and returns the flags. `body_bytes` is what the codec expects, without
-// padding, which must be zero.
-inline uint8_t check(Bytes payload, const std::string& codec, int64_t numel, int64_t body_bytes) {
+// Checks the fields of a payload's header and returns the flags.
+inline uint8_t check_header(Bytes payload, const std::string& codec, int64_t numel) {
   const uint8_t* p = payload.data;
   if (payload.size < kHeaderBytes)
     throw PayloadError(format("payload of %lld bytes is shorter than the header of 32", (long long)payload.size));
@@ -135,18 +135,50 @@ inline uint8_t check(Bytes payload, const std::string& codec, int64_t numel, int
   if (body_found != uint64_t(body_held) || body_found % 8)
     throw PayloadError(format("payload says its body has %llu bytes, it has %lld", (unsigned long long)body_found,
                               (long long)body_held));
+  return p[3];
+}
+
+// Checks a whole payload but for its body's contents and returns the flags. `body_bytes` is what the codec expects, without
+// padding, which must be zero.
+inline uint8_t check(Bytes payload, const std::string& codec, int64_t numel, int64_t body_bytes) {
+  const uint8_t flags = check_header(payload, codec, numel);
+  const uint8_t* p = payload.data;
+  const int64_t body_held = payload.size - kHeaderBytes;
   const uint64_t expected = load_as<uint64_t>(p + 24), found = checksum(p, payload.size);
   if (found != expected)
     throw PayloadError(format("payload has checksum 0x%016llx, its bytes give 0x%016llx: it is damaged",
                               (unsigned long long)expected, (unsigned long long)found));
-  if (p[3] & kFailed) throw PayloadError(failure_message(p + kHeaderBytes, body_held));
+  if (flags & kFailed) throw PayloadError(failure_message(p + kHeaderBytes, body_held));
   if (body_held != padded(body_bytes))
     throw PayloadError(format("payload has a body of %lld bytes, expected %lld for %lld entries: "
                               "use the same compression settings on all workers",
                               (long long)body_held, (long long)padded(body_bytes), (long long)numel));
   for (int64_t i = body_bytes; i < body_held; ++i)
     if (p[kHeaderBytes + i]) throw PayloadError("payload is damaged: padding is not zero");
-  return p[3];
+  return flags;
+}
+
+// Cuts what an allgather returned into `world` payloads, as their headers tell; evenly where these make no sense, so
+// that decoding can say what is wrong with which field.
+inline std::vector<Bytes> split(Bytes gathered, int64_t world) {
+  std::vector<Bytes> payloads;
+  Bytes rest = gathered;
+  while (rest.size >= kHeaderBytes && int64_t(payloads.size()) < world) {
+    const uint64_t body = load_as<uint64_t>(rest.data + 16);
+    if (body > uint64_t(rest.size - kHeaderBytes)) break;
+    const int64_t size = kHeaderBytes + int64_t(body);
+    payloads.push_back({rest.data, size});
+    rest = {rest.data + size, rest.size - size};
+  }
+  if (int64_t(payloads.size()) == world && rest.size == 0) return payloads;
+  if (gathered.size % world || gathered.size < world * kHeaderBytes)
+    throw PayloadError(format("%lld workers sent %lld bytes whose headers tell other lengths: a payload is damaged, or "
+                              "compression settings differ between workers",
+                              (long long)world, (long long)gathered.size));
+  payloads.clear();
+  const int64_t size = gathered.size / world;
+  for (int64_t i = 0; i < world; ++i) payloads.push_back({gathered.data + i * size, size});
+  return payloads;
 }
 
 inline void require(bool ok, const char* what) {
@@ -160,10 +192,9 @@ inline bool all_zero(const uint8_t* p, int64_t n) {
   return !any;
 }
 
-// True if none of n floats (or halves) at `p` is infinite or NaN.
+// True if none of n values at `p` is infinite or NaN: floats, halves, or what else has its exponent in those bits.
 template <class T>
-bool all_finite(const uint8_t* p, int64_t n) {
-  constexpr T exponent = T(sizeof(T) == 4 ? 0x7f800000 : 0x7c00);
+bool all_finite(const uint8_t* p, int64_t n, T exponent = T(sizeof(T) == 4 ? 0x7f800000 : 0x7c00)) {
   bool ok = true;
   for (int64_t i = 0; i < n; ++i) ok &= (load_as<T>(p + i * int64_t(sizeof(T))) & exponent) != exponent;
   return ok;

@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvd_quant import wire
@@ -31,8 +30,6 @@ except OSError as error:
     raise ImportError(f"hvd_quant's kernels were built for another PyTorch than {torch.__version__}: {_BUILD} ({error})"
                       ) from error
 _native = torch.ops.hvd_quant
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _for_cpu(native: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -55,17 +52,14 @@ def _vector(payloads: list[Tensor], numel: int, out: Tensor | None) -> Tensor:
     return out
 
 
-def _raise(error: str) -> None:
-    if error:
-        raise wire.PayloadError(error)
-
-
 def _decoder(op: Callable[..., str], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function for ``op``, whose arguments are those of ``reference`` without numel, with scale and out last."""
 
     def native(payloads: list[Tensor], numel: int, *knobs: Any, out: Tensor | None = None, scale: float = 1.0) -> Tensor:
         out = _vector(payloads, numel, out)
-        _raise(op(payloads, *knobs, scale=scale, out=out))
+        error = op(payloads, *knobs, scale=scale, out=out)
+        if error:
+            raise wire.PayloadError(error)
         return out
 
     return _for_cpu(native, reference)
@@ -81,52 +75,5 @@ adaptive_decode_sum = _decoder(_native.adaptive_decode_sum, generic.adaptive_dec
 topk_measure = _for_cpu(_native.topk_measure, generic.topk_measure)
 topk_encode = _for_cpu(_native.topk_encode, generic.topk_encode)
 topk_decode_sum = _decoder(_native.topk_decode_sum, generic.topk_decode_sum)
-
-
-# ------------------------------------------------------------------------------------------------- none, fp16 and bf16
-
-def _cast_encode(grad: Tensor, dtype: str, codec: str) -> Tensor:
-    if not grad.numel():
-        return generic.cast_encode(grad, dtype, codec)
-    nbytes = grad.numel() * _DTYPES[dtype].itemsize
-    payload = torch.empty(wire.HEADER_BYTES + wire.padded(nbytes), dtype=torch.uint8)
-    payload[:wire.HEADER_BYTES] = torch.from_numpy(wire.pack_header(codec, grad.numel(), wire.padded(nbytes)))
-    payload[wire.HEADER_BYTES + nbytes:] = 0
-    values = payload[wire.HEADER_BYTES:wire.HEADER_BYTES + nbytes].view(_DTYPES[dtype])
-    values.copy_(grad)
-    if not _all_finite(values):
-        return generic.cast_encode(grad, dtype, codec)
-    _native.seal(payload, True)
-    return payload
-
-
-def _cast_decode_sum(payloads: list[Tensor], numel: int, dtype: str, codec: str, *, out: Tensor | None = None,
-                     scale: float = 1.0) -> Tensor:
-    out = _vector(payloads, numel, out)
-    nbytes = numel * _DTYPES[dtype].itemsize
-    terms, flags = [], 0
-    for payload in payloads:
-        flag, error = _native.check(payload, codec, numel, nbytes)
-        _raise(error)
-        flags |= flag
-        body = payload[wire.HEADER_BYTES:wire.HEADER_BYTES + nbytes]
-        if body.storage_offset() % 8:
-            body = body.clone()  # view() wants aligned bytes
-        terms.append(body.view(_DTYPES[dtype]))
-        if not _all_finite(terms[-1]):
-            raise wire.PayloadError("payload is damaged: a value is not finite")
-    if flags & wire.NONFINITE:
-        return out.fill_(torch.nan)
-    out.zero_()
-    for term in terms:
-        out += term
-    return out.mul_(np.float32(scale).item()) if scale != 1 else out
-
-
-def _all_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN, without a vector of bools."""
-    return not values.numel() or all(bool(torch.isfinite(bound)) for bound in values.aminmax())
-
-
-cast_encode = _for_cpu(_cast_encode, generic.cast_encode)
-cast_decode_sum = _for_cpu(_cast_decode_sum, generic.cast_decode_sum)
+cast_encode = _for_cpu(_native.cast_encode, generic.cast_encode)
+cast_decode_sum = _decoder(_native.cast_decode_sum, generic.cast_decode_sum)

@@ -1,0 +1,464 @@
+"""TensorFlow's operations against the other backends: the same bytes, residuals, sums and sentences."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+ops = pytest.importorskip("hvd_quant.ops.tensorflow", exc_type=ImportError)
+
+from hvd_quant import wire  # noqa: E402
+from hvd_quant.ops import generic  # noqa: E402
+from tests.single.codes import (CASTS, CODECS, FUZZED, INPUTS, SIZES, Codec, assert_same_payload,  # noqa: E402
+                                assert_same_residual, bits, mutations, normal, zeros)
+
+try:
+    import torch
+
+    from hvd_quant.ops import torch as torch_ops
+except ImportError:
+    torch = None
+
+each_codec = pytest.mark.parametrize("codec", CODECS + CASTS, ids=repr)
+with_residual = pytest.mark.parametrize("codec", CODECS, ids=repr)
+
+
+def variable(values):
+    return tf.Variable(values, trainable=False)
+
+
+def native(function, *arrays):
+    """What ``function`` returns for NumPy arrays, whose memory it may change, as PyTorch tensors."""
+    return function(*(None if a is None else torch.from_numpy(a) for a in arrays)).numpy()
+
+
+class Others:
+    """The other backends, each with a residual of its own, which must do as TensorFlow does with ``self.variable``."""
+
+    def __init__(self, codec, residual):
+        self.codec, self.variable = codec, None if residual is None else variable(residual)
+        self._generic, self._torch = (None if residual is None else residual.copy() for _ in range(2))
+
+    def check_encode(self, payload, grad, step):
+        codec, numel = self.codec, len(grad)
+        assert_same_payload(codec, numel, payload, codec.encode(generic, grad, self._generic, step))
+        if self.variable is not None:
+            assert_same_residual(codec, numel, self.variable, self._generic)
+            self._generic[:] = self.variable.numpy()  # small differences must not add up
+        if torch:
+            expected = native(lambda g, e: codec.encode(torch_ops, g, e, step), grad, self._torch)
+            np.testing.assert_array_equal(payload, expected)
+            if self.variable is not None:
+                np.testing.assert_array_equal(bits(self.variable), bits(self._torch))
+
+    def check_sum(self, total, payloads, scale):
+        expected = self.codec.decode_sum(generic, [np.asarray(p) for p in payloads], len(total), scale=scale)
+        np.testing.assert_array_equal(bits(total), bits(expected))
+
+
+# ----------------------------------------------------------------------------------------------------- what is computed
+
+@pytest.mark.parametrize("kind", INPUTS)
+@each_codec
+def test_same_as_the_others(codec, kind):
+    for numel in SIZES if kind == "normal" else (0, 9, 2049, 16385):
+        grad, payloads = INPUTS[kind](numel), []
+        for residual in (None, normal(numel, 1, 0.3)):
+            others = Others(codec, residual)
+            for step in (0, 7) if kind == "normal" else (3,):
+                payloads.append(codec.encode(ops, grad, others.variable, step))
+                others.check_encode(payloads[-1], grad, step)
+        others.check_sum(codec.decode_sum(ops, payloads, numel, scale=1 / 3), payloads, 1 / 3)
+
+
+@each_codec
+def test_in_a_function(codec):
+    numel = 17_001
+    others = Others(codec, zeros(numel) if codec in CODECS else None)
+
+    @tf.function
+    def exchange(grad, step, scale, world):
+        payload = codec.encode(ops, grad, others.variable, step)
+        payload.shape.assert_is_fully_defined()
+        gathered = ops.Payloads(tf.tile(payload, [world]), world, "w")
+        total = codec.decode_sum(ops, gathered, numel, out=grad, scale=scale)
+        assert total.shape == grad.shape
+        return payload, total, ops.flags(gathered, codec.name, numel)
+
+    for step, kind in enumerate(("normal", "constant", "subnormal", "normal", "huge")):
+        grad = INPUTS[kind](numel)
+        payload, total, flags = exchange(grad, tf.constant(step, tf.int64), tf.constant(0.2), tf.constant(3))
+        others.check_encode(payload, grad, step)
+        others.check_sum(total, [payload] * 3, 0.2)
+        assert int(flags) == int(payload[3])
+    assert exchange.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_thresholds(kind):
+    for numel in (1, 7, 4097):
+        grad = INPUTS[kind](numel)
+        for residual in (None, normal(numel, 1)):
+            for ratio in (0.001, 0.05, 1.0):
+                for name in ("topk_measure", "adaptive_measure"):
+                    held = None if residual is None else variable(residual)
+                    found = getattr(ops, name)(grad, held, ratio, 11)
+                    np.testing.assert_array_equal(bits(found), bits(getattr(generic, name)(grad, residual, ratio, 11)))
+
+
+def test_lengths_that_are_unknown_when_traced():
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def encode(grad):
+        payload = ops.onebit_encode(grad, None, 64)
+        assert payload.shape.rank == 1 and payload.shape[0] is None
+        return payload
+
+    expected = generic.onebit_encode(normal(100), None, 64)
+    assert_same_payload(Codec("onebit", block_size=64), 100, encode(normal(100)), expected)
+
+
+@with_residual
+def test_restore_takes_an_encode_back(codec):
+    for kind in INPUTS:
+        grad, before = INPUTS[kind](3000), normal(3000, 1)
+        residual, expected = variable(before), before.copy()
+        payload = codec.encode(ops, grad, residual)
+        clean = ops.without_flags(payload)
+        np.testing.assert_array_equal(clean, generic.without_flags(payload.numpy()))
+        own = codec.decode_sum(ops, [clean], 3000)
+        expected[:] = residual.numpy()
+        generic.restore(expected, own.numpy(), grad)
+        ops.restore(residual, own, grad)
+        np.testing.assert_array_equal(bits(residual), bits(expected))
+
+
+def test_linear_codes():
+    total, half = tf.constant(normal(999)), tf.constant(normal(999), tf.float16)
+    for world in (3, tf.constant(3)):
+        np.testing.assert_array_equal(ops.divide(total, world), total.numpy() / np.float32(3))
+        np.testing.assert_array_equal(ops.divide_to_half(total, world), generic.divide_to_half(total.numpy(), 3))
+    np.testing.assert_array_equal(ops.widen(half), half.numpy().astype(np.float32))
+
+
+# ------------------------------------------------------------------------------------------------- variables and graphs
+
+@with_residual
+def test_a_value_that_was_read_stays(codec):
+    residual = variable(zeros(3000))
+
+    @tf.function
+    def encode(grad):
+        before = residual.read_value()
+        payload = codec.encode(ops, grad, residual)
+        return before, residual.read_value(), payload
+
+    held = residual.read_value()
+    for step in range(3):
+        kept = residual.numpy().copy()
+        before, after, _ = encode(normal(3000, step))
+        np.testing.assert_array_equal(before, kept)
+        np.testing.assert_array_equal(after, residual)
+        assert not np.array_equal(before, after)
+    np.testing.assert_array_equal(held, zeros(3000))
+
+
+def address(tensor):
+    """Where its memory is; ``numpy()`` would copy it."""
+    return np.asarray(memoryview(tensor)).ctypes.data
+
+
+def test_a_residual_is_updated_where_it_is():
+    residual = variable(tf.random.normal([100_000]))
+    ops.onebit_encode(normal(100_000), residual, 64)  # before, others may have held the memory
+    before = address(residual.read_value())
+    for step in range(3):
+        ops.onebit_encode(normal(100_000, step), residual, 64)
+        assert address(residual.read_value()) == before
+
+
+def test_a_residual_that_was_scattered_into():
+    """Sparse access makes TensorFlow copy what reads return instead of what writes change."""
+    residual = variable(zeros(100))
+    residual.scatter_nd_update([[3]], [1.0])
+    held, expected = residual.read_value(), residual.numpy().copy()
+    ops.onebit_encode(zeros(100), residual, 64)
+    generic.onebit_encode(zeros(100), expected, 64)
+    np.testing.assert_allclose(residual, expected, rtol=1e-6)
+    assert held[3] == 1
+
+
+def test_identical_encodes_both_happen():
+    residual, expected = variable(zeros(1000)), zeros(1000)
+
+    @tf.function
+    def twice(grad):
+        ops.threshold_encode(grad, residual, 1.0, 64, 0)  # nobody wants its payload
+        return ops.threshold_encode(grad, residual, 1.0, 64, 0)
+
+    for _ in range(2):
+        payload = twice(normal(1000))
+        for _ in range(2):
+            last = generic.threshold_encode(normal(1000), expected, 1.0, 64, 0)
+        np.testing.assert_array_equal(payload, last)
+        np.testing.assert_array_equal(residual, expected)
+
+
+def test_encodes_of_constants_happen_each_time():
+    residual, grad = variable(zeros(1000)), tf.constant(normal(1000))
+
+    @tf.function
+    def measure_and_encode():
+        thresholds = ops.topk_measure(grad, residual, 0.1, 0)
+        ops.topk_encode(grad, residual, thresholds, 104, "float32", 0)
+        return thresholds, ops.topk_measure(grad, residual, 0.1, 0)
+
+    for _ in range(2):
+        expected = generic.topk_measure(grad.numpy(), residual.numpy(), 0.1, 0)
+        before, after = measure_and_encode()
+        np.testing.assert_array_equal(before, expected)
+        np.testing.assert_array_equal(after, generic.topk_measure(grad.numpy(), residual.numpy(), 0.1, 0))
+        assert not np.array_equal(before, after)
+
+
+def test_only_what_shares_a_residual_waits_for_each_other():
+    residuals = [variable(zeros(100)) for _ in range(2)]
+
+    @tf.function
+    def step(grad):
+        stateless = ops.onebit_encode(grad, None, 64)
+        payloads = [ops.onebit_encode(grad, residual, 64) for residual in residuals]
+        return stateless, payloads, [ops.onebit_decode_sum([p], 100, 64) for p in payloads], ops.now(grad)
+
+    graph = step.get_concrete_function(tf.TensorSpec([100], tf.float32)).graph
+    ours = [op for op in graph.get_operations() if op.type.startswith("HvdQuant")]
+    assert len(ours) == 6 and not any(op.control_inputs for op in ours)
+
+
+def test_many_encodes_at_once():
+    sizes = [1 + 997 * i for i in range(40)]
+    grads = [normal(n, n) for n in sizes]
+    pairs = [(CODECS[i % len(CODECS)], Others(CODECS[i % len(CODECS)], zeros(n))) for i, n in enumerate(sizes)]
+
+    @tf.function
+    def encode(step):
+        return [codec.encode(ops, g, others.variable, step) for (codec, others), g in zip(pairs, grads)]
+
+    for step in range(3):
+        for payload, (_, others), g in zip(encode(tf.constant(step, tf.int64)), pairs, grads):
+            others.check_encode(payload, g, step)
+
+
+@each_codec
+def test_out_is_left_alone_where_it_is_needed(codec):
+    payload = codec.encode(ops, normal(3000), None)
+
+    @tf.function
+    def decode(out):
+        return codec.decode_sum(ops, [payload], 3000, out=out), out, out + 1
+
+    total, out, more = decode(tf.zeros([3000]))
+    np.testing.assert_array_equal(total, codec.decode_sum(generic, [payload.numpy()], 3000))
+    assert not out.numpy().any() and (more.numpy() == 1).all()
+
+
+def test_memory_of_out_is_reused():
+    payload, addresses = ops.onebit_encode(normal(2**20), None, 64), []
+
+    @tf.function
+    def decode(x):
+        grad = x * 2
+        with tf.control_dependencies([tf.numpy_function(lambda g: addresses.append(g.ctypes.data), [grad], [])]):
+            return ops.onebit_decode_sum([payload], 2**20, 64, out=grad)
+
+    assert address(decode(normal(2**20))) == addresses[0]
+
+
+def test_now():
+    @tf.function
+    def times(x):
+        first = ops.now(tf.linalg.matmul(x, x))
+        return first, ops.now(first), ops.now(tf.constant([1.0, 2.0]) * 2)
+
+    x = tf.random.normal([500, 500])
+    for _ in range(3):
+        start = time.perf_counter()
+        first, second, constant = times(x)
+        end = time.perf_counter()
+        assert start <= first <= second <= end
+        assert start <= constant <= end  # and not when the graph was made
+
+
+def test_require():
+    @tf.function
+    def required(x, error):
+        return ops.require(x * 2, error)
+
+    np.testing.assert_array_equal(required(tf.constant([1, 2]), ""), [2, 4])
+    with pytest.raises(tf.errors.DataLossError, match="w: it is \N{SNOWMAN}"):
+        required(tf.constant([1, 2]), "w: it is \N{SNOWMAN}")
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+def outcome(codec, backend, gathered, world, numel):
+    """The bits of the sum, or the error's sentence."""
+    try:
+        if backend is ops:
+            return bits(codec.decode_sum(ops, ops.Payloads(gathered, world), numel)).tobytes()
+        return bits(codec.decode_sum(generic, wire.split(gathered, world), numel)).tobytes()
+    except wire.PayloadError as error:
+        return str(error)
+    except tf.errors.DataLossError as error:
+        return re.fullmatch(r"\{\{function_node .*?\}\} (.*) \[Op:\w+\] name: ", error.message, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("codec", FUZZED, ids=repr)
+def test_mutated_payloads(codec):
+    rng = np.random.default_rng(zlib.crc32(repr(codec).encode()))
+    accepted = refused = 0
+    for numel, count in ((600, 400), (16_900, 60)):  # the second has two units
+        good = codec.encode(generic, normal(numel), None)
+        for i, (bad, _) in enumerate(mutations(rng, good, count)):
+            parts = [[bad], [good, bad], [bad, good]][i % 3]
+            found = outcome(codec, ops, np.concatenate(parts), len(parts), numel)
+            assert found == outcome(codec, generic, np.concatenate(parts), len(parts), numel)
+            accepted, refused = accepted + (not isinstance(found, str)), refused + isinstance(found, str)
+    assert accepted > 5 and refused > 200
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_gathered_bytes_are_cut_as_the_headers_tell(world):
+    """What can't be cut, and failures, whose payloads are of any length."""
+    codec = Codec("onebit")
+    good, failed = codec.encode(generic, normal(300), None), wire.failure("onebit", 300, 1, "no memory, \N{SNOWMAN}")
+    endless = good.copy()
+    endless[16:24] = 255
+    for parts in ([good] * world, [good] * (world - 1) + [failed], [failed] + [good] * (world - 1), [good[:-8]] * world,
+                  [good[:20]], [endless] * world, [endless] + [good] * world, [good] * (world + 1), [good[:0]],
+                  [good] + [failed] * 7):
+        gathered = np.concatenate(parts)
+        assert outcome(codec, ops, gathered, world, 300) == outcome(codec, generic, gathered, world, 300)
+
+
+def test_errors_begin_with_the_name():
+    payloads = ops.Payloads(tf.zeros([100], tf.uint8), 1, "dense/kernel")
+    for call in (lambda: ops.onebit_decode_sum(payloads, 9, 64), lambda: ops.flags(payloads, "onebit", 9)):
+        with pytest.raises(tf.errors.DataLossError, match="dense/kernel: payload starts with 0000, expected 4851"):
+            call()
+
+
+def test_flags():
+    good, infinite = (ops.onebit_encode(g, None, 64) for g in (normal(9), INPUTS["non-finite"](9)))
+    failed = wire.failure("onebit", 9, 1, "no memory")
+    for payloads, expected in (([good, good], 0), ([good, infinite], wire.NONFINITE), ([failed, good], wire.FAILED),
+                               ([infinite, failed], wire.NONFINITE | wire.FAILED)):
+        assert ops.flags(payloads, "onebit", 9) == expected
+    for codec, numel, sentence in (("topk", 9, "payload is of codec"), ("onebit", 8, "payload holds 9 entries")):
+        with pytest.raises(tf.errors.DataLossError, match=sentence):
+            ops.flags([good], codec, numel)
+
+
+G, E = normal(100), variable(zeros(100))
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: ops.onebit_encode(tf.constant(G, tf.float64), None, 64), "expected to be a float tensor but is a double"),
+    (lambda: ops.onebit_encode(G.reshape(2, -1), None, 64),
+     r"grad has 2 dimensions, expected a flat vector: pass tf.reshape\(grad, \[-1\]\)"),
+    (lambda: ops.onebit_encode(G[1:], E, 64), "residual has 100 entries, expected as many as grad: 99"),
+    (lambda: ops.onebit_encode(G, variable(np.zeros(100, np.float16)), 64), "residual is half, expected float"),
+    (lambda: ops.onebit_encode(G, variable(zeros(100).reshape(2, -1)), 64), "residual has 2 dimensions"),
+    (lambda: ops.onebit_encode(G, E, 100), "block_size is 100, expected a positive multiple of 64"),
+    (lambda: ops.threshold_encode(G, E, 0.0, 8, 0), "tau is 0, expected a positive number that fp32 holds"),
+    (lambda: ops.threshold_encode(G, E, 1.0, 0, 0), "slots is 0, expected a positive multiple of 8"),
+    (lambda: ops.threshold_encode(G, E, 1.0, 8, [0]), r"step has shape \[1\], expected a scalar"),
+    (lambda: ops.topk_encode(G, E, np.ones(2, np.float32), 8, "float32", 0), r"thresholds is \(1, 1\), expected a"),
+    (lambda: ops.topk_encode(G, E, np.ones(3, np.float32), 8, "float32", 0), "thresholds has 3 entries, expected 2"),
+    (lambda: ops.topk_encode(G, E, [1.0, -1.0], 8, "int8", 0), "values is int8, expected float32 or float16"),
+    (lambda: ops.cast_encode(G, "int8", "x"), "dtype is int8, expected float32, float16 or bfloat16"),
+    (lambda: ops.topk_measure(G, E, 1.5, 0), "ratio is 1.5, expected 0 < ratio <= 1"),
+    (lambda: ops.onebit_decode_sum([np.zeros(40, np.uint8)], 9, 64, out=G), r"out has shape \[100\], expected \[9\]"),
+    (lambda: ops.flags(ops.Payloads(np.zeros(40, np.uint8), 0), "x", 9), "world is 0, expected the number"),
+    (lambda: ops.without_flags(np.zeros(30, np.uint8)), "payload has 30 bytes, expected a multiple of 4, at least 32"),
+    (lambda: ops.restore(E, G[1:], G), "decoded has 99 entries, expected as many as grad: 100"),
+])
+def test_arguments(call, message):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda g: ops.onebit_encode(g, E, 100), "block_size is 100, expected a positive multiple of 64"),
+    (lambda g: ops.topk_encode(g, E, [1.0, -1.0], 12, "float32", 0), "slots is 12, expected a positive multiple of 8"),
+    (lambda g: ops.onebit_encode(tf.reshape(g, [2, -1]), E, 64), "Shape must be rank 1 but is rank 2"),
+])
+def test_arguments_are_checked_when_traced(call, message):
+    with pytest.raises(ValueError, match=message):
+        tf.function(call).get_concrete_function(tf.TensorSpec([100], tf.float32))
+
+
+def test_a_variable_without_a_value():
+    with tf.Graph().as_default():
+        residual = tf.compat.v1.get_variable("e", [100], use_resource=True)
+        payload = ops.onebit_encode(tf.zeros([100]), residual, 64)
+        with tf.compat.v1.Session() as session:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="residual is a variable without a value"):
+                session.run(payload)
+
+
+# --------------------------------------------------------------------------------------------------- in other processes
+
+def digest():
+    """A hash of payloads, residuals and sums, for comparing processes."""
+    found = 0
+    for codec in CODECS + CASTS:
+        for kind, numel in [("subnormal", 3000), ("normal", 50_001), ("constant", 50_001)]:
+            residual = variable(normal(numel, 5))
+            payload = codec.encode(ops, INPUTS[kind](numel), residual)
+            for x in (payload, bits(residual), bits(codec.decode_sum(ops, [payload, payload], numel))):
+                found = zlib.crc32(np.asarray(x).tobytes(), found)
+    return found
+
+
+def in_process(code, **environment):
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+                          cwd=Path(__file__).parents[2], capture_output=True, text=True)
+
+
+def test_threads_give_the_same_bytes():
+    done = in_process("import tensorflow as tf; tf.config.threading.set_intra_op_parallelism_threads(1)\n"
+                      "from tests.single import test_tensorflow_ops as t; print(t.digest())")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) == digest()
+
+
+def test_an_exception_in_a_kernel_is_an_error_of_the_operation():
+    done = in_process("import tensorflow as tf; from hvd_quant.ops import tensorflow as ops\n"
+                      "try: ops.onebit_encode(tf.zeros([100_000]), None, 64)\n"
+                      "except tf.errors.OpError as error: print(error.message)", HVD_QUANT_SIMD="sse")
+    assert "HVD_QUANT_SIMD=sse is unknown, expected plain, avx2 or avx512" in done.stdout, done.stderr
+
+
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "hvd_quant.ops.tensorflow")
+    with pytest.raises(ImportError, match="pip install --no-build-isolation"):
+        __import__("hvd_quant.ops.tensorflow")
+
+
+def test_with_the_extension_of_another_tensorflow(monkeypatch, tmp_path):
+    """A library with a symbol that this TensorFlow lacks."""
+    source, library = tmp_path / "other.cc", tmp_path / "other.so"
+    source.write_text("void gone(); struct Calls { Calls() { gone(); } } calls;")
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: type("Spec", (), {"origin": str(library)}))
+    monkeypatch.delitem(sys.modules, "hvd_quant.ops.tensorflow")
+    with pytest.raises(ImportError, match=f"built for another TensorFlow than {tf.__version__}: .*undefined symbol"):
+        __import__("hvd_quant.ops.tensorflow")
