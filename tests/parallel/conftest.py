@@ -1,4 +1,7 @@
-"""Tests in this folder run inside every worker of a launch (tests/integration/test_launch.py makes them)."""
+"""Tests in this folder run inside every worker of a launch (tests/integration/test_launch.py makes them).
+
+HVD_QUANT_TEST_WORKER says what kind of launch it is, HVD_QUANT_TEST_FRAMEWORK whose Horovod it runs: a process can start one.
+"""
 
 import os
 
@@ -7,18 +10,22 @@ import pytest
 if "HVD_QUANT_TEST_WORKER" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 else:
-    import horovod.torch
+    if os.environ.get("HVD_QUANT_TEST_FRAMEWORK") == "tensorflow":
+        import horovod.tensorflow as horovod
+    else:
+        import horovod.torch as horovod
 
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-    horovod.torch.init()
+    horovod.init()
     # A process with the plain kernels beside others with the machine's best: all have to get the same bits.
-    if os.environ["HVD_QUANT_TEST_WORKER"] == "mixed" and horovod.torch.rank() == 1:
+    if os.environ["HVD_QUANT_TEST_WORKER"] == "mixed" and horovod.rank() == 1:
         os.environ["HVD_QUANT_SIMD"] = "plain"
 
 
 @pytest.fixture(autouse=True)
 def together():
     """Workers start each test together, so that a collective of one can't meet the next one's."""
-    import horovod.torch
-
-    horovod.torch.barrier()
+    if hasattr(horovod, "barrier"):
+        horovod.barrier()
+    else:
+        horovod.broadcast_object(None, name="together")

@@ -1,0 +1,102 @@
+"""Elastic training: horovod.tensorflow.elastic, for Keras 3 too, and with compression state.
+
+Compression state is each worker's own. After a failure it goes back to the last commit like everything else; when workers
+come and go, those that stay keep theirs and newcomers start at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow.elastic import TensorFlowState
+from horovod.tensorflow.functions import broadcast_object
+from horovod.tensorflow.mpi_ops import init, rank, shutdown
+
+from hvd_quant.tensorflow.keras_variables import broadcast_in_order, make_variables, variables_of
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+def run(func: Callable) -> Callable:
+    """Decorator for a function that trains: when workers come, go or fail, its state is brought to where all agree, and it is
+    called again.
+
+    Arguments:
+        func: takes a ``State`` first.
+    """
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except tf.errors.UnknownError as error:
+            if "Horovod" in error.message:  # the name of the operation that failed
+                raise HorovodInternalError(error) from error
+            raise
+
+    return run_fn(wrapper, _reset)
+
+
+def _reset() -> None:
+    shutdown()
+    init()
+
+
+class TensorFlowKerasState(ObjectState):
+    """What workers of an elastic job agree on: a Keras model, its optimizer, and what else is given by keyword.
+
+    Arguments:
+        model: of Keras 3 or tf_keras, built.
+        optimizer: that of the compiled model where None.
+        backend: accepted as in Horovod, and not needed.
+        kwargs: attributes of this object, to be kept the same on all workers.
+
+    Raises:
+        ValueError: if the model isn't built.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError("the model has no weights to be kept the same on all workers: call model.build(input_shape) first")
+        self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
+        # So that newcomers have as many variables as those who have trained before.
+        make_variables(self.optimizer, model.trainable_variables)
+        self._saved: list[tuple[Any, tf.Tensor]] = []
+        self._save_variables()
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+
+    def save(self) -> None:
+        """Note all values, to be returned to by :meth:`restore`."""
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to what was saved last, this worker's compression state included."""
+        for variable, value in self._saved:
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take the values of worker 0, but for the compression state."""
+        # Not the states of random generators, which are among the model's variables in Keras 3.
+        broadcast_in_order(self.model.weights, 0)
+        broadcast_in_order(variables_of(self.optimizer), 0)
+        # What is exchanged how may depend on the number of exchanges before.
+        broadcast_in_order([slot.step for slot in self._slots()], 0)
+        self._save_variables()
+        super().sync()
+
+    def _save_variables(self) -> None:
+        variables = [*self.model.variables, *variables_of(self.optimizer)]
+        for slot in self._slots():
+            variables += [slot.step, *slot.state.values()]
+        self._saved = [(variable, tf.identity(variable)) for variable in variables]
+
+    def _slots(self) -> list[Any]:
+        from hvd_quant.keras.reducing import reducing  # which needs hvd_quant.tensorflow itself
+
+        optimizer = reducing(self.optimizer)
+        reducer = None if optimizer is None else optimizer._hvd_reducer
+        return [] if reducer is None else list(reducer.state.slots.values())

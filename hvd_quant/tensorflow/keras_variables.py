@@ -1,0 +1,46 @@
+"""The variables of models and optimizers, whichever Keras they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvd_quant.tensorflow.state import plain
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """What an optimizer keeps, its loss scale included, but no compression state."""
+    variables = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return [*variables, *scale_of(optimizer)]
+
+
+def scale_of(optimizer: Any) -> list[tf.Variable]:
+    """What a LossScaleOptimizer of tf_keras keeps beside its variables; in Keras 3 it is among these."""
+    state = getattr(optimizer, "_loss_scale", None)
+    return [state._current_loss_scale, state._counter] if hasattr(state, "_counter") else []
+
+
+def make_variables(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Give an optimizer its variables, for a model's ``variables``, if it has none yet."""
+    if not hasattr(optimizer, "build"):
+        optimizer._create_all_weights(list(variables))
+    elif not getattr(optimizer, "built", False):  # that of tf_keras asks itself
+        optimizer.build(list(variables))
+
+
+def broadcast_in_order(variables: Iterable[Any], root_rank: int) -> None:
+    """Give all workers the values that one has.
+
+    Variables are told apart by their places: their names may differ between workers when one of them has loaded its model.
+    """
+    variables = [plain(v) for v in variables]
+
+    @tf.function(autograph=False)
+    def broadcast() -> None:
+        for i, variable in enumerate(variables):
+            variable.assign(mpi_ops.broadcast(variable, root_rank, name=f"HorovodBroadcast_{i}", ignore_name_scope=True))
+
+    broadcast()

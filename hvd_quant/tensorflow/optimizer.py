@@ -1,0 +1,75 @@
+"""DistributedOptimizer for every optimizer that TensorFlow users have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
+
+from hvd_quant.registry import get_compressor
+from hvd_quant.tensorflow.reducer import Gradient, Reducer
+from hvd_quant.tensorflow.tape import checked_groups
+
+
+def DistributedOptimizer(
+        optimizer: Any,
+        name: str | None = None,
+        use_locking: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = get_compressor("none"),  # noqa: B008 - it is frozen
+        sparse_as_dense: bool = False,
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        average_aggregated_gradients: bool = False,
+        num_groups: int = 0,
+        groups: int | list[list[Any]] | None = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True) -> Any:
+    """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
+
+    A Keras optimizer gets what :func:`hvd_quant.keras.DistributedOptimizer` makes of it; one of ``tf.compat.v1.train`` reduces
+    in ``compute_gradients``.
+
+    Arguments:
+        optimizer: of Keras 3, of tf_keras, or of ``tf.compat.v1.train``.
+        name: starts the names of the collectives.
+        use_locking: for ``tf.compat.v1.train``, as in Horovod.
+        compression: as for :func:`hvd_quant.tensorflow.DistributedGradientTape`.
+        others: as in ``horovod.tensorflow.DistributedOptimizer``.
+
+    Raises:
+        ValueError, TypeError: for a combination that can't work, as Horovod does and as :class:`Reducer` does.
+    """
+    groups = checked_groups(gradient_predivide_factor, op, num_groups, groups)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        import hvd_quant.keras as keras
+        return keras.DistributedOptimizer(
+            optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+            backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
+            scale_local_gradients=scale_local_gradients)
+    if op == horovod.Adasum:
+        return horovod.DistributedOptimizer(optimizer, name, use_locking, device_dense, device_sparse, compression,
+                                            sparse_as_dense, backward_passes_per_step, op)
+    wrapped = horovod.DistributedOptimizer(
+        optimizer, name, use_locking, device_dense, device_sparse, horovod.Compression.none, sparse_as_dense,
+        backward_passes_per_step, op, gradient_predivide_factor, average_aggregated_gradients, groups=groups,
+        process_set=process_set, scale_local_gradients=scale_local_gradients)
+
+    def reduce(grads: Any, variables: Any, use_generic_names: bool = False) -> list[Gradient | None]:
+        # The variables are known when gradients are computed, and may be others the next time.
+        if wrapped._reducer is None:
+            wrapped._reducer = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
+                                       predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
+                                       process_set=process_set)
+        with tf.device(device_dense):
+            return wrapped._reducer.reduce(grads, variables)
+
+    wrapped._reducer = None
+    wrapped._allreduce_grads = reduce
+    if wrapped._agg_helper:
+        wrapped._agg_helper.allreduce_grads = reduce
+    return wrapped

@@ -1,0 +1,310 @@
+"""Gradients on their way: memory, encode, exchange and decode, as operations of a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from horovod.common.util import split_list
+from horovod.tensorflow import allreduce, mpi_ops
+from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
+from tensorflow.python.ops import control_flow_util
+
+from hvd_quant.compressors import TensorInfo
+from hvd_quant.exchange import sent_bytes
+from hvd_quant.ops import tensorflow as ops
+from hvd_quant.registry import get_compressor, resolve
+from hvd_quant.tensorflow.codes import Hosted, Traced
+from hvd_quant.tensorflow.state import COSTS, TIMES, Slot, State, untracked
+
+_NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
+Gradient = tf.Tensor | tf.IndexedSlices
+
+
+class Reducer(tf.Module):
+    """Reduces the gradients of variables over the workers.
+
+    A ``tf.train.Checkpoint`` of what tracks it holds the compression state; each worker has to save and restore its own.
+
+    Arguments:
+        compression: a compressor, a spec string such as ``"topk:ratio=0.01"``, a mapping from patterns of variable paths to
+            these (first match wins, no match goes dense), any class with Horovod's ``compress``/``decompress``, or a
+            :class:`State`, whose state is then used.
+        variables: TensorFlow's or Keras's, in the same order on all workers.
+        name: starts the names of the collectives.
+        op: Average or Sum; Adasum for uncompressed and fp16 gradients.
+        predivide: Horovod's gradient_predivide_factor, for dense gradients; a compressed mean is the same whatever it is.
+        groups: lists of variables, or a number of groups, whose exchanges start together.
+        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed.
+        process_set: the workers to reduce over.
+
+    Raises:
+        TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
+    """
+
+    def __init__(self, compression: Any, variables: Iterable[Any], *, name: str, op: int = Average, predivide: float = 1.0,
+                 groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
+                 process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        if not isinstance(compression, State):
+            compression = resolve(compression)
+            if op == Adasum and compression == _FP16:
+                compression = _HorovodStyle(_FP16)  # as Horovod's own: it reduces what compress() returns
+            compression = State(compression, variables, process_set)
+        self.state = compression
+        for slot in self.state.slots.values():
+            if op not in (Average, Sum) and slot.compressor != _NONE:
+                raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the gradients "
+                                 "themselves; use 'none', or op=Average")
+        self._label = re.sub(r"\W", "_", name)
+        self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
+        self._process_set = process_set
+        if groups is not None and not isinstance(groups, int):
+            groups = [{self.state.slot(v).index for v in group} for group in groups]
+        untracked(self, _groups=groups, _warned=set(),
+                  _in_graph=tf.function(self._exchange_all, autograph=False, reduce_retracing=True))
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`State.stats`."""
+        return self.state.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`State.state_dict`."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`State.load_state_dict`."""
+        self.state.load_state_dict(state)
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
+        """The reduced gradients, eagerly or in the graph that is being traced; None stays None.
+
+        Raises:
+            ValueError: for a variable without state here, and where XLA would compile the collectives.
+            tf.errors.DataLossError: when run, on every worker, for a payload that is damaged, foreign, or says that its
+                worker failed.
+        """
+        grads, variables = list(grads), list(variables)
+        if not _ELASTIC and (not self._process_set.included() or self._process_set.size() == 1):
+            return grads
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain Horovod's "
+                             "collectives: pass jit_compile=False (or 'auto' to model.compile)")
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        slots = [self.state.slot(variables[i]) for i in present]
+        given = [tf.convert_to_tensor(grads[i]) if self._sparse_as_dense else grads[i] for i in present]
+        if tf.executing_eagerly():
+            reduced = self._in_graph(given, tuple(slot.info.name for slot in slots))
+        else:
+            reduced = self._exchange_all(given, tuple(slot.info.name for slot in slots))
+        for i, grad in zip(present, reduced):
+            grads[i] = grad
+        return grads
+
+    def _exchange_all(self, grads: list[Gradient], names: tuple[str, ...]) -> list[Gradient]:
+        slots = [self.state.slots[name] for name in names]
+        grads, reduced = self._started_together(grads, slots), [None] * len(grads)
+        # The last first: backward makes the last layers' gradients first, and stateful operations run in program order.
+        for i in reversed(range(len(grads))):
+            reduced[i] = self.exchange(slots[i], grads[i])
+        return reduced
+
+    def _started_together(self, grads: list[Gradient], slots: list[Slot]) -> list[Gradient]:
+        """The gradients, those of a group available once all of the group are."""
+        if self._groups is None:
+            return grads
+        if isinstance(self._groups, int):
+            groups = split_list(list(range(len(grads))), self._groups)
+        else:
+            groups = [[i for i, slot in enumerate(slots) if slot.index in group] for group in self._groups]
+        grads = list(grads)
+        for group in groups:
+            with tf.control_dependencies([_tensor(grads[i]) for i in group]):
+                for i in group:
+                    grads[i] = tf.identity(grads[i])
+        return grads
+
+    def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
+        """One gradient's exchange in the graph that is being made, chosen now or, for warm-ups and elastic jobs, when it runs."""
+        label = _unused(re.sub(r"\W", "_", f"{self._label}_{slot.index}_{slot.info.name.rpartition('/')[2]}"))
+        slot.sparse = isinstance(grad, tf.IndexedSlices)
+        at = {"rank": self._process_set.rank(), "world": self._process_set.size()}
+        if _ELASTIC:
+            at = {"rank": mpi_ops.rank_op(), "world": mpi_ops.size_op(self._process_set.process_set_id)}
+        info = dataclasses.replace(slot.info, step=slot.step.read_value(), **at)
+        during, after = slot.kinds(max(2, self._process_set.size()))
+
+        def travel(kind: str) -> Callable[[], tf.Tensor]:
+            return lambda: getattr(self, f"_{kind}")(slot, info, grad, label)
+
+        def exchanged() -> Gradient:
+            if slot.sparse:
+                return self._sparse(slot, info, grad, label)
+            if during == after:
+                return travel(after)()
+            return tf.cond(info.step < slot.compressor.warmup, travel(during), travel(after))
+
+        if _ELASTIC:
+            included = mpi_ops.process_set_included_op(self._process_set.process_set_id)
+            reduced = tf.cond((included == 1) & (info.world > 1), exchanged, lambda: grad)
+        else:
+            reduced = exchanged()
+        with tf.control_dependencies([_tensor(reduced)]):
+            counted = slot.step.assign_add(1)
+        with tf.control_dependencies([counted]):
+            return tf.identity(reduced)
+
+    def _dense(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+        """Horovod's allreduce of the gradient as it is, or as a class in Horovod's style makes it."""
+        started, style = ops.now(grad), _HorovodStyle(self.state.other or _NONE)
+        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
+        wide = tf.cast(grad, tf.float32) if grad.dtype.size == 2 else grad
+        factors = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide} if self._op == Average else {}
+        reduced = allreduce(wide, op=self._op, compression=style, name=f"HorovodAllreduce_{label}", ignore_name_scope=True,
+                            process_set=self._process_set, **factors)
+        times = [started, style.encoded, style.arrived, ops.now(reduced)]
+        return self._counted(slot, info, "dense", style.bytes_sent, times, tf.cast(reduced, grad.dtype))
+
+    def _allreduce(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+        """A linear code: what it yields is summed by Horovod's allreduce, round by round."""
+        flat = _flat(grad)
+        rounds, total, bytes_sent, n = slot.compressor.rounds(ops, flat, slot.state, info, flat), None, 0, 0
+        started = ops.now(flat)
+        while True:
+            try:
+                tensor = rounds.send(total)
+            except StopIteration as end:
+                mean = end.value
+                break
+            encoded = ops.now(tensor) if n == 0 else encoded
+            total = mpi_ops._allreduce(tensor, op=Sum, name=f"HorovodAllreduce_{label}_{n}", ignore_name_scope=True,
+                                       process_set=self._process_set)
+            bytes_sent += _bytes_of(tensor)
+            n += 1
+        times = [started, encoded, ops.now(total), ops.now(mean)]
+        return self._counted(slot, info, "allreduce", bytes_sent, times, self._as(grad, mean, info, factor=self._op == Sum))
+
+    def _allgather(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+        """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
+        code = (Traced if slot.compressor.native else Hosted)(slot.compressor)
+        flat = _flat(grad)
+        started = ops.now(flat)
+        with tf.control_dependencies([started]):
+            payload = code.encode(flat, slot.state, info)
+        encoded = ops.now(payload)
+        with tf.control_dependencies([encoded]):
+            gathered = mpi_ops.allgather(payload, name=f"HorovodAllgather_{label}", ignore_name_scope=True,
+                                         process_set=self._process_set)
+        arrived = ops.now(gathered)
+        payloads = ops.Payloads(gathered, info.world, info.name)
+        flags = ops.flags(payloads, slot.compressor.name, info.numel)
+
+        def undo() -> tf.Tensor:
+            with tf.control_dependencies([code.undo(flat, slot.state, payload, info)]):
+                return tf.constant(True)
+
+        # With a non-finite value somewhere, or a worker that failed, the step is void for this tensor: nothing was sent, so
+        # nothing may leave the residual.
+        void = flags > 0
+        undone = tf.cond(void, undo, lambda: tf.constant(True)) if slot.state else void
+        with tf.control_dependencies([undone, arrived]):
+            total = code.decode(payloads, info, self._op == Average, flat)
+        times = [started, encoded, arrived, ops.now(total)]
+        return self._counted(slot, info, "allgather", _bytes_of(payload), times, self._as(grad, total, info), void)
+
+    def _sparse(self, slot: Slot, info: TensorInfo, grad: tf.IndexedSlices, label: str) -> tf.IndexedSlices:
+        """A sparse gradient: an allgather of its indices and one of its values."""
+        if slot.compressor.name != "none" and info.name not in self._warned:
+            self._warned.add(info.name)
+            warnings.warn(f"the gradient of {info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
+                          "compress it as a dense one", stacklevel=2)
+        if self._op not in (Average, Sum):
+            raise ValueError(f"the gradient of {info.name} is sparse, which op={self._op!r} can't reduce: pass sparse_as_dense=True")
+        started = ops.now(grad.values)
+        values, indices = (mpi_ops.allgather(part, name=f"HorovodAllgather_{label}_{what}", ignore_name_scope=True,
+                                             process_set=self._process_set)
+                           for what, part in (("values", grad.values), ("indices", grad.indices)))
+        if self._op == Average:
+            values = values / tf.cast(info.world, values.dtype)
+        bytes_sent = sum(_bytes_of(part) for part in (grad.values, grad.indices))
+        arrived = ops.now(values)
+        values = self._counted(slot, info, "sparse", bytes_sent, [started, started, arrived, arrived], values)
+        return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+    def _as(self, grad: tf.Tensor, flat: tf.Tensor, info: TensorInfo, factor: bool = False) -> tf.Tensor:
+        """A flat fp32 result, times the number of workers if ``factor``, in the shape and type of ``grad``."""
+        if factor:
+            flat = flat * tf.cast(info.world, tf.float32)
+        return tf.cast(tf.reshape(flat, info.shape), grad.dtype)
+
+    def _counted(self, slot: Slot, info: TensorInfo, kind: str, bytes_sent: Any, times: list[tf.Tensor], result: tf.Tensor,
+                 void: Any = False) -> tf.Tensor:
+        """``result``, once the costs of its exchange are added to the slot's."""
+        world = tf.cast(info.world, tf.float64) if _ELASTIC else info.world
+        costs = {"dense_bytes": sent_bytes("allreduce", 4.0 * info.numel, world),
+                 "wire_bytes": sent_bytes(kind, bytes_sent, world), **dict(zip(TIMES, times)), "void_tensors": void}
+        added = slot.costs.assign_add(tf.stack([tf.cast(costs[what], tf.float64) for what in COSTS]))
+        with tf.control_dependencies([added]):
+            return tf.identity(result)
+
+
+def local_gradient(grad: Gradient | None, process_set: ProcessSet) -> Gradient | None:
+    """A local variable's gradient, divided by the number of workers: then it has the weight it would have in an average."""
+    if grad is None:
+        return None
+    world = mpi_ops.size_op(process_set.process_set_id) if _ELASTIC else process_set.size()
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values / tf.cast(world, grad.dtype), grad.indices, grad.dense_shape)
+    return grad / tf.cast(world, grad.dtype)
+
+
+class _HorovodStyle:
+    """A compressor in Horovod's sense that notes when it has worked on what."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        sent, context = self._inner.compress(tensor)
+        self.encoded, self.bytes_sent = ops.now(sent), _bytes_of(sent)
+        return sent, context
+
+    def decompress(self, tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        self.arrived = ops.now(tensor)
+        return self._inner.decompress(tensor, context)
+
+
+_ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+_uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def _unused(label: str) -> str:
+    """``label``, or ``label_1``... if it is in use in the outermost graph that is being made. Collectives of one graph need
+    different names, which must be the same on all workers, whatever else these have run."""
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    uses = _uses.setdefault(graph, {})
+    uses[label] = uses.get(label, -1) + 1
+    return f"{label}_{uses[label]}" if uses[label] else label
+
+
+def _flat(grad: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.cast(grad, tf.float32), [-1])
+
+
+def _bytes_of(tensor: tf.Tensor) -> float | tf.Tensor:
+    """A tensor's bytes, as float64 where they are known only when the graph runs."""
+    numel = tensor.shape.num_elements()
+    return float(tensor.dtype.size * numel) if numel is not None else tf.cast(tensor.dtype.size * tf.size(tensor, tf.int64), tf.float64)
+
+
+def _tensor(grad: Gradient) -> tf.Tensor:
+    return grad.values if isinstance(grad, tf.IndexedSlices) else grad

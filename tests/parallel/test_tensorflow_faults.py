@@ -1,0 +1,157 @@
+"""Compressors of one's own, failing workers and damaged bytes, in graphs and eagerly."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_quant.tensorflow as hvd
+from hvd_quant import Compressor, registry
+from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, on_all, train
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """The README's compressor in array operations."""
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.S)
+    namespace = {"__name__": "readme"}
+    exec(next(block for block in blocks if "class Sign(Compressor)" in block), namespace)
+    return namespace["Sign"]
+
+
+def same_sentence(error):
+    """The part of an error's message that tells what happened, checked to be the same on all workers."""
+    sentence = re.search(r"(\d/\w+: .*?)(\n|\t|$| \[\[)", str(error)).group(1)
+    assert len(set(hvd.allgather_object(sentence, name="sentence"))) == 1
+    return sentence
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_compressor_of_ones_own(own, in_graph):
+    network = Network()
+    state = own(min_numel=0).bind(network.variables)
+    train(network, range(5), in_graph=in_graph, compression=state)
+    assert_same_everywhere(network.flat())
+    assert list(state.stats()["exchanges"]) == ["allgather"]
+    before = state.state_dict()["tensors"]
+    assert all(np.any(slot["state"]["residual"]) for slot in before.values())
+    _, grads = train(network, [5], in_graph=in_graph, lr=0.0, compression=state,
+                     scale=lambda step: np.float32(np.nan if RANK == 0 else 1))
+    assert all(np.isnan(g).all() for g in grads)
+    for name, slot in state.state_dict()["tensors"].items():
+        np.testing.assert_allclose(slot["state"]["residual"], before[name]["state"]["residual"], atol=1e-6)
+
+
+def test_a_native_compressor_that_is_subclassed_runs_on_the_host():
+    """It may have array operations."""
+    given = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watched(registry.compressor_class("onebit")):
+        def encode(self, ops, grad, state, params, info):
+            given.append((type(grad), info.name, info.step))
+            return super().encode(ops, grad, state, params, info)
+
+    network = Network()
+    train(network, range(3), compression=Watched(min_numel=1000))
+    assert sorted(given, key=lambda call: call[1:]) == [(np.ndarray, f"{layer}/kernel", step) for layer in (0, 1) for step in range(3)]
+    assert_same_everywhere(network.flat())
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_worker_that_can_not_encode_is_named_by_all(own, monkeypatch, in_graph):
+    encode = own.encode
+
+    def fails(self, ops, grad, state, params, info):
+        if info.rank == WORLD - 1 and info.step == 1 and info.name == "1/kernel":
+            state["residual"][:] = 7  # must not last
+            raise MemoryError("no room for the bits")
+        return encode(self, ops, grad, state, params, info)
+
+    monkeypatch.setattr(own, "encode", fails)
+    network = Network()
+    state = own(min_numel=0).bind(network.variables)
+    train(network, [0], in_graph=in_graph, compression=state)
+    before = state.state_dict()["tensors"]["1/kernel"]["state"]["residual"]
+    with pytest.raises(tf.errors.DataLossError) as caught:
+        train(network, [1], in_graph=in_graph, compression=state)
+    assert same_sentence(caught.value) == (f"1/kernel: worker {WORLD - 1} failed to encode its gradient: 1/kernel: MemoryError: no "
+                                           "room for the bits")
+    after = state.state_dict()["tensors"]["1/kernel"]["state"]["residual"]
+    np.testing.assert_allclose(after, before, atol=1e-6)
+    monkeypatch.setattr(own, "encode", encode)
+    train(network, range(2, 4), in_graph=in_graph, compression=state)  # nothing is in flight: training can go on
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "own"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "random"])
+def test_damaged_bytes_raise_the_same_sentence_everywhere(own, monkeypatch, damage, compressor):
+    cls = own if compressor == "own" else registry.compressor_class("onebit")
+    encode = cls.encode
+
+    def bad(self, ops, grad, state, params, info):
+        payload = encode(self, ops, grad, state, params, info)
+        if RANK != 0 or info.name != "1/kernel":
+            return payload
+        if damage == "truncate":
+            return payload[:-8]
+        xp = np if compressor == "own" else tf.experimental.numpy
+        if damage == "extend":
+            return xp.concatenate([payload, payload[:8]]) if xp is np else tf.concat([payload, payload[:8]], 0)
+        if damage == "random":
+            noise = np.random.default_rng(0).integers(0, 256, info.numel // 4).astype(np.uint8)
+            return noise if xp is np else tf.constant(noise)
+        flip = np.zeros(info.numel, np.uint8)
+        flip[40] = 4
+        size = payload.shape[0]
+        return payload ^ flip[:size] if xp is np else tf.bitwise.bitwise_xor(payload, tf.constant(flip[:size]))
+
+    monkeypatch.setattr(cls, "encode", bad)
+    network = Network()
+    with pytest.raises(tf.errors.DataLossError) as caught:
+        train(network, [0], compression=cls(min_numel=0))
+    assert "payload" in same_sentence(caught.value)
+
+
+def test_settings_that_differ_are_told_by_all():
+    network = Network()
+    with pytest.raises(tf.errors.DataLossError) as caught:
+        train(network, [0], compression=f"topk:ratio={0.1 if RANK else 0.2},min_numel=0")
+    hvd.allgather_object(0, name="after")
+    assert "use the same compression settings on all workers" in str(caught.value)
+
+
+def test_a_compressor_that_returns_no_payload_is_told():
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Compressor):
+        name = "wrong"
+
+        def payload_bytes(self, info):
+            return 40
+
+        def encode(self, ops, grad, state, params, info):
+            return grad
+
+    with pytest.raises(tf.errors.DataLossError, match="TypeError: wrong.encode returned a 1-D float32 array, expected a 1-D uint8"):
+        train(Network(), [0], compression=Wrong(min_numel=0))
+
+
+def test_optimiser_leaves_workers_in_step_when_a_gradient_is_unused():
+    """The collectives of a gradient that nobody uses are dropped from the graph on all workers alike."""
+    network = Network()
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0).bind(network.variables)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = network.loss(x)
+        return hvd.DistributedGradientTape(tape, compression=state).gradient(loss, network.variables)[0]
+
+    for i in range(3):
+        step(tf.constant(np.full((8, 30), i + RANK, np.float32)))
+    assert_same_everywhere(step(tf.ones([8, 30])))
+    assert on_all(int(state.slot(network.variables[3]).step)).ravel().tolist() == [4] * WORLD

@@ -1,0 +1,184 @@
+"""The invariants, for each compressor: replicas, nothing lost, nothing poisoned, state, and the same as PyTorch."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_quant.tensorflow as hvd
+from hvd_quant import exchange
+from hvd_quant.ops import generic
+from hvd_quant.tensorflow.reducer import Reducer
+from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests.parallel.tensorflow_workers import RANK, WORLD, Network, Simulation, assert_same_everywhere, batch, every, on_all, train
+
+SHAPES = {"a/kernel": (30, 40), "a/bias": (33,), "b/kernel": (70, 257)}
+
+
+def variables():
+    return [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
+
+
+def recorded(step):
+    """The gradients of a step, of each worker by name."""
+    return [{name: np.random.default_rng([step, rank]).normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+            for rank in range(WORLD)]
+
+
+@every(CODECS)
+def test_replicas_are_bit_identical(compressor):
+    network = Network()
+    start = network.flat()
+    train(network, range(6), compression=compressor)
+    assert_same_everywhere(network.flat())
+    assert not np.array_equal(start, network.flat())
+
+
+@every(CODECS)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+def test_the_same_as_a_simulation_of_all_workers(compressor, op):
+    """Every worker has every worker's gradients, and the NumPy specification does the rest."""
+    weights = variables()
+    reducer = Reducer(compressor, weights, name="test", op=op)
+    simulated = Simulation(compressor, generic, SHAPES, np.array, np.asarray)
+    given, received = {name: 0 for name in SHAPES}, {name: 0 for name in SHAPES}
+    for step in range(5):
+        gradients = recorded(step)
+        reduced = reducer.reduce([tf.constant(gradients[RANK][name]) for name in SHAPES], weights)
+        for name, result in zip(SHAPES, reduced):
+            mean = result.numpy() / (1 if op == hvd.Average else WORLD)
+            tolerance = 2e-3 if compressor.name == "fp16" else 3e-6
+            expected = simulated.reduce(name, [g[name] for g in gradients], step)
+            np.testing.assert_allclose(mean, expected, rtol=tolerance, atol=tolerance)
+            given[name] = given[name] + np.mean([g[name] for g in gradients], axis=0)
+            received[name] = received[name] + mean
+    if compressor in ERROR_FEEDBACK.values():  # nothing is lost: what arrived and what is still kept is what was given
+        for name, slot in reducer.state_dict()["tensors"].items():
+            kept = on_all(slot["state"]["residual"]).mean(0).reshape(SHAPES[name]) if slot["state"] else 0
+            np.testing.assert_allclose(received[name] + kept, given[name], atol=1e-5)
+
+
+@every(CODECS)
+def test_the_same_bits_as_pytorch(compressor):
+    """PyTorch's kernels on the same recorded gradients: the same state and results."""
+    torch = pytest.importorskip("torch")
+    ops = pytest.importorskip("hvd_quant.ops.torch")
+    weights = variables()
+    reducer = Reducer(compressor, weights, name="test")
+    simulated = Simulation(compressor, ops, SHAPES, torch.tensor, lambda t: t.numpy())
+    for step in range(4):
+        gradients = recorded(step)
+        reduced = reducer.reduce([tf.constant(gradients[RANK][name]) for name in SHAPES], weights)
+        for name, result in zip(SHAPES, reduced):
+            expected = simulated.reduce(name, [g[name] for g in gradients], step)
+            if simulated.kinds[name] == "allgather":
+                np.testing.assert_array_equal(result.numpy(), expected)
+    for name, slot in reducer.state_dict()["tensors"].items():
+        for key, value in slot["state"].items():
+            np.testing.assert_array_equal(value, simulated.states[RANK][name][key].numpy())
+
+
+@every(CODECS)
+def test_training_ends_as_in_pytorch(compressor):
+    """The same model, data and steps in PyTorch, all workers in one process."""
+    torch = pytest.importorskip("torch")
+    ops = pytest.importorskip("hvd_quant.ops.torch")
+    network = Network()
+    names = [v.name.removesuffix(":0") for v in network.variables]
+    weights = [torch.tensor(v.numpy(), requires_grad=True) for v in network.variables]
+    simulated = Simulation(compressor, ops, {n: tuple(w.shape) for n, w in zip(names, weights)}, torch.tensor, lambda t: t.numpy())
+
+    def loss(x):
+        w0, b0, w1, b1 = weights
+        return ((torch.relu(x @ w0 + b0) @ w1 + b1 - x) ** 2).mean()
+
+    steps = range(30)
+    for step in steps:
+        gradients = [torch.autograd.grad(loss(torch.tensor(batch(step, rank))), weights) for rank in range(WORLD)]
+        for i, (name, w) in enumerate(zip(names, weights)):
+            mean = simulated.reduce(name, [g[i].numpy() for g in gradients], step)
+            w.data -= 0.3 * torch.tensor(mean)
+    train(network, steps, lr=0.3, compression=compressor)
+    ends = [float(network.loss(tf.constant(batch(99, 0)))), float(loss(torch.tensor(batch(99, 0))).detach())]
+    if compressor.name == "none":
+        np.testing.assert_allclose(network.flat(), np.concatenate([w.detach().numpy().ravel() for w in weights]), atol=1e-5)
+    assert abs(ends[0] - ends[1]) <= 0.01 * ends[1]
+
+
+@every(CODECS)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_nonfinite_gradient_is_seen_everywhere_and_poisons_nothing(compressor, bad):
+    network = Network()
+    state = compressor.bind(network.variables)
+    train(network, range(3), compression=state)
+    before = state.state_dict()["tensors"]
+    _, grads = train(network, [3], lr=0.0, compression=state, scale=lambda step: np.float32(bad if RANK == WORLD - 1 else 1))
+    for variable, grad in zip(network.variables, grads):
+        kind = state.slot(variable).kinds(WORLD)[1]
+        assert not np.isfinite(grad).all()
+        assert kind != "allgather" or np.isnan(grad).all()
+    for variable in network.variables:  # NaN * 0 was subtracted
+        variable.assign(tf.where(tf.math.is_finite(variable), variable, 0.1))
+    for name, slot in state.state_dict()["tensors"].items():
+        for key, value in slot["state"].items():
+            np.testing.assert_allclose(value, before[name]["state"][key], atol=1e-5)
+    compressed = [v for v in network.variables if state.slot(v).kinds(WORLD)[1] == "allgather"]
+    assert state.stats()["void_tensors"] == len(compressed)
+    train(network, range(4, 6), compression=state)
+    assert np.isfinite(network.flat()).all()
+    assert_same_everywhere(network.flat())
+
+
+@every(CODECS)
+def test_a_checkpoint_resumes_bit_for_bit(compressor, tmp_path):
+    straight, first = Network(), Network()
+    train(straight, range(8), compression=compressor)
+    state = compressor.bind(first.variables)
+    train(first, range(4), compression=state)
+    path = tf.train.Checkpoint(compression=state, variables=first.variables).save(str(tmp_path / "c"))
+    second = Network(seed=1)
+    resumed = compressor.bind(second.variables)
+    status = tf.train.Checkpoint(compression=resumed, variables=second.variables).restore(path)
+    status.assert_consumed()
+    train(second, range(4, 8), compression=resumed)
+    np.testing.assert_array_equal(second.flat(), straight.flat())
+
+
+def test_a_dictionary_resumes_bit_for_bit_and_belongs_to_its_worker():
+    straight, first, second = Network(), Network(), Network(seed=1)
+    train(straight, range(6), compression="onebit:min_numel=0")
+    compressor = hvd.Compression.onebit(min_numel=0)
+    state, resumed = compressor.bind(first.variables), compressor.bind(second.variables)
+    train(first, range(3), compression=state)
+    saved = state.state_dict()
+    for a, b in zip(second.variables, first.variables):
+        a.assign(b)
+    resumed.load_state_dict(saved)
+    train(second, range(3, 6), compression=resumed)
+    np.testing.assert_array_equal(second.flat(), straight.flat())
+    with pytest.raises(ValueError, match=f"of worker {(RANK + 1) % WORLD} of {WORLD}.*each worker has to save and load its own"):
+        resumed.load_state_dict({**saved, "rank": (RANK + 1) % WORLD})
+
+
+def test_fp16_averages_what_does_not_fit_and_keeps_its_type():
+    for dtype in (tf.float16, tf.bfloat16, tf.float64, tf.float32):
+        for spec in ("none", "fp16", "bf16", "onebit:min_numel=0", "onebit:block_size=64,min_numel=0"):
+            weight = tf.Variable(tf.zeros([300], dtype))
+            value = tf.constant(39936.0, dtype)  # which every type holds
+            (result,) = Reducer(spec, [weight], name="test").reduce([tf.fill([300], value)], [weight])
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(tf.cast(result, tf.float32), tf.fill([300], tf.cast(value, tf.float32)))
+
+
+def test_shapes_of_all_kinds():
+    sizes = [(), (0,), (1,), (7,), (8,), (9,), (31,), (33,), (255,), (256,), (257,), (3, 5, 7)]
+    for compressor in CODECS.values():
+        weights = [tf.Variable(tf.zeros(shape)) for shape in sizes]
+        reducer = Reducer(compressor, weights, name="test")
+        for _ in range(2):
+            grads = [tf.fill(shape, float(RANK + 1)) for shape in sizes]
+            for shape, result in zip(sizes, reducer.reduce(grads, weights)):
+                assert result.shape == shape
+                assert_same_everywhere(result)
+        kinds = reducer.stats()["exchanges"]
+        assert sum(map(len, kinds.values())) == len(sizes)
+        assert exchange.choose(compressor, reducer.state.slot(weights[2]).info) in ("dense", "allreduce")

@@ -1,0 +1,347 @@
+"""The distributed tape: eager and in graphs, all arguments, all kinds of gradients and variables."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_quant.tensorflow as hvd
+from hvd_quant.tensorflow.reducer import Reducer
+from tests.conftest import CODECS
+from tests.parallel.tensorflow_workers import RANK, TOPK, WORLD, Network, assert_same_everywhere, batch, every, on_all, train
+
+MEAN = np.mean([r + 1.0 for r in range(WORLD)])
+
+
+def reduced(grads, variables=None, **how):
+    """What a tape's reduction makes of gradients, eagerly."""
+    variables = variables or [tf.Variable(tf.zeros_like(g)) for g in grads]
+    with tf.GradientTape() as tape:
+        loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, grads))
+    return hvd.DistributedGradientTape(tape, **how).gradient(loss, variables)
+
+
+@every(CODECS)
+def test_eager_steps_and_graphs_give_the_same(compressor):
+    eager, graph = Network(), Network()
+    train(eager, range(4), in_graph=False, compression=compressor)
+    train(graph, range(4), in_graph=True, compression=compressor)
+    np.testing.assert_allclose(eager.flat(), graph.flat(), atol=1e-6)
+    assert_same_everywhere(eager.flat())
+    assert_same_everywhere(graph.flat())
+
+
+@pytest.mark.parametrize("compression", ["none", TOPK, "topk:ratio=0.1,min_numel=0,warmup=20", {"*kernel": TOPK}], ids=str)
+def test_fifty_steps_are_traced_once(compression):
+    network = Network()
+    traces, _ = train(network, range(50), compression=compression)
+    assert traces == 1
+    assert_same_everywhere(network.flat())
+
+
+def test_an_eager_loop_makes_its_graph_once():
+    network = Network()
+    train(network, range(2), in_graph=False, compression=TOPK)
+    (state,) = vars(network.variables[0])["_hvd_quant_states"].values()
+    (reducer,) = state.reducers.values()
+    train(network, range(2, 10), in_graph=False, compression=TOPK)
+    assert reducer._in_graph.experimental_get_tracing_count() == 1
+    assert state.stats()["steps"] == 10
+
+
+@pytest.mark.parametrize("how, factor", [
+    ({}, 1), ({"op": hvd.Sum}, WORLD), ({"gradient_predivide_factor": 3.0}, 1), ({"groups": 2}, 1),
+    ({"groups": "each", "op": hvd.Sum}, WORLD)], ids=str)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "onebit:block_size=64,min_numel=0"])
+def test_arguments(compression, how, factor):
+    variables = [tf.Variable(tf.zeros([300])), tf.Variable(tf.zeros([5, 7])), tf.Variable(tf.zeros([]))]
+    if how.get("groups") == "each":
+        how = {**how, "groups": [variables[:2]]}
+
+    for grad in reduced([tf.fill(v.shape, RANK + 1.0) for v in variables], variables, compression=compression, **how):
+        np.testing.assert_allclose(grad, np.full(grad.shape, MEAN * factor), rtol=1e-6)
+
+
+def test_groups_number_is_deprecated_as_in_horovod():
+    with pytest.warns(DeprecationWarning, match="replaced by `groups`"):
+        (grad,) = reduced([tf.fill([300], RANK + 1.0)], compression=TOPK, num_groups=1)
+    np.testing.assert_allclose(grad, np.full(300, MEAN * (np.asarray(grad) != 0)), rtol=1e-6)
+
+
+def test_a_variable_that_is_not_in_the_loss_has_no_gradient():
+    network = Network()
+    unused = tf.Variable(tf.zeros([5000]))
+    for in_graph in (False, True):
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = network.loss(x)
+            return hvd.DistributedGradientTape(tape, compression=TOPK).gradient(loss, [network.variables[0], unused, network.variables[1]])
+
+        grads = (tf.function(step) if in_graph else step)(tf.constant(batch(0)))
+        assert grads[1] is None
+        assert_same_everywhere(grads[0])
+        assert_same_everywhere(grads[2])
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+def test_sparse_gradients(op, in_graph):
+    table = tf.Variable(tf.zeros([6, 320]), name="table")
+    rows = {0: [0, 0, 2], 1: [2, 5]}.get(RANK, [1])
+
+    def run(**how):
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, rows) * (RANK + 1.0))
+            return hvd.DistributedGradientTape(tape, op=op, **how).gradient(loss, table)
+
+        return (tf.function(step) if in_graph else step)()
+
+    expected = sum(np.eye(6)[r].sum(0) * (k + 1.0) for k, r in enumerate([{0: [0, 0, 2], 1: [2, 5]}.get(k, [1]) for k in range(WORLD)]))
+    expected = np.repeat(expected[:, None], 320, 1) / (WORLD if op == hvd.Average else 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grad = run(compression="none")
+    assert isinstance(grad, tf.IndexedSlices)
+    np.testing.assert_allclose(tf.convert_to_tensor(grad), expected, rtol=1e-6)
+    with pytest.warns(UserWarning, match="the gradient of table is sparse and is exchanged uncompressed"):
+        np.testing.assert_allclose(tf.convert_to_tensor(run(compression="onebit:block_size=64,min_numel=0")), expected, rtol=1e-6)
+    dense = run(compression="onebit:block_size=64,min_numel=0", sparse_as_dense=True)
+    np.testing.assert_allclose(dense, expected, rtol=1e-6)
+    states = vars(table)["_hvd_quant_states"].values()
+    kinds = [list(state.stats()["exchanges"]) for state in states]
+    assert kinds == [["sparse"], ["allgather"]]
+
+
+def test_warm_up_is_dense_and_then_compressed():
+    network = Network()
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0, warmup=3).bind(network.variables)
+    train(network, range(3), compression=state)
+    assert list(state.stats()["exchanges"]) == ["dense"]
+    assert all(not np.any(s["state"]["residual"]) for s in state.state_dict()["tensors"].values())
+    train(network, range(3, 5), compression=state)
+    assert list(state.stats()["exchanges"]) == ["allgather"]
+    assert_same_everywhere(network.flat())
+
+
+def test_what_the_exchanges_cost():
+    network = Network()
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0).bind(network.variables)
+    train(network, range(10), compression=state)
+    stats = state.stats()
+    entries = sum(v.shape.num_elements() for v in network.variables)
+    payloads = sum(state.slot(v).compressor.payload_bytes(state.slot(v).info) for v in network.variables)
+    assert stats["steps"] == 10
+    assert stats["dense_bytes"] == round(10 * 2 * 4 * entries * (WORLD - 1) / WORLD)
+    assert stats["wire_bytes"] == 10 * payloads * (WORLD - 1)
+    assert stats["compression_ratio"] == pytest.approx(stats["dense_bytes"] / stats["wire_bytes"], rel=1e-4)
+    for what in ("encode", "wait", "decode"):
+        assert 0 < stats[f"{what}_seconds"] < 60
+
+
+def test_patterns_choose_by_path_and_a_misspelt_one_is_told():
+    network = Network()
+    with pytest.warns(UserWarning, match="the pattern 'decoder.*' in compression= matches no variable; the names are 0/kernel"):
+        train(network, range(2), compression={"decoder.*": "onebit", "0/*": TOPK, "*/kernel": "fp16"})
+    (state,) = vars(network.variables[0])["_hvd_quant_states"].values()
+    assert state.stats()["exchanges"] == {"allgather": ["0/kernel", "0/bias"], "allreduce": ["1/kernel"], "dense": ["1/bias"]}
+
+
+def test_any_class_in_horovods_style_works():
+    import horovod.tensorflow as stock
+
+    for style in (stock.Compression.none, stock.Compression.fp16):
+        (grad,) = reduced([tf.fill([300], RANK + 1.0)], compression=style)
+        np.testing.assert_allclose(grad, np.full(300, MEAN), rtol=1e-3)
+
+
+def test_keras_variables_and_structures_of_sources():
+    a, b = keras.Variable(np.zeros(300, np.float32), name="a"), keras.Variable(np.zeros((3, 4), np.float32), name="b")
+    for run in (lambda f: f, tf.function):
+        def step():
+            with tf.GradientTape() as tape:
+                loss = (RANK + 1) * (tf.reduce_sum(a.value) + 2 * tf.reduce_sum(b.value))
+            return hvd.DistributedGradientTape(tape, compression="onebit:block_size=64,min_numel=0").gradient(loss, {"a": a, "rest": [b]})
+
+        grads = run(step)()
+        np.testing.assert_allclose(grads["a"], np.full(300, MEAN), rtol=1e-6)
+        np.testing.assert_allclose(grads["rest"][0], np.full((3, 4), 2 * MEAN), rtol=1e-6)
+
+
+def test_a_tape_around_the_block_a_persistent_one_and_one_inside_it():
+    v = tf.Variable(tf.zeros([10]))
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss, other = tf.reduce_sum(v) * (RANK + 1), tf.reduce_sum(v * v)
+    for _ in range(2):
+        np.testing.assert_allclose(tape.gradient(loss, v), np.full(10, MEAN), rtol=1e-6)
+    np.testing.assert_array_equal(tape.gradient(other, v), np.zeros(10))
+    with tf.GradientTape() as plain:
+        inside = hvd.DistributedGradientTape(plain)
+        loss = tf.reduce_sum(v) * (RANK + 1)
+    np.testing.assert_allclose(inside.gradient(loss, v), np.full(10, MEAN), rtol=1e-6)
+    assert isinstance(inside, tf.GradientTape)
+
+
+def test_two_tapes_on_the_same_variables_in_one_graph():
+    network = Network()
+
+    @tf.function
+    def step(x):
+        grads = []
+        for factor in (1.0, 2.0):
+            with tf.GradientTape() as tape:
+                loss = network.loss(x) * factor
+            grads.append(hvd.DistributedGradientTape(tape, compression=TOPK).gradient(loss, network.variables))
+        return grads
+
+    for i in range(3):
+        for grads in step(tf.constant(batch(i))):
+            for grad in grads:
+                assert_same_everywhere(grad)
+
+
+def test_a_generator_and_a_discriminator_with_the_same_names():
+    networks = [Network(0), Network(1)]
+
+    @tf.function
+    def step(x):
+        for network in networks:
+            with tf.GradientTape() as tape:
+                loss = network.loss(x)
+            tape = hvd.DistributedGradientTape(tape, compression="topk:ratio=0.1,min_numel=0,warmup=2")
+            for v, g in zip(network.variables, tape.gradient(loss, network.variables)):
+                v.assign_sub(0.1 * g)
+
+    for i in range(5):
+        step(tf.constant(batch(i)))
+    alone = Network(1)
+    train(alone, range(5), compression="topk:ratio=0.1,min_numel=0,warmup=2")
+    np.testing.assert_allclose(networks[1].flat(), alone.flat(), atol=1e-6)
+    for network in networks:
+        assert_same_everywhere(network.flat())
+
+
+def test_one_compressor_object_for_two_models_keeps_two_states():
+    compressor, networks = hvd.Compression.topk(ratio=0.1, min_numel=0), [Network(0), Network(1)]
+    for network in networks:
+        train(network, range(3), compression=compressor)
+    alone = Network(1)
+    train(alone, range(3), compression=TOPK)
+    np.testing.assert_array_equal(networks[1].flat(), alone.flat())
+
+
+def test_state_lives_as_long_as_the_variables():
+    import gc
+    import weakref
+
+    gone = []
+    for _ in range(4):
+        network = Network()
+        train(network, range(2), compression=TOPK)
+        (state,) = vars(network.variables[0])["_hvd_quant_states"].values()
+        gone.append(weakref.ref(state))
+        del network, state
+    gc.collect()
+    assert sum(ref() is not None for ref in gone) <= 1  # TensorFlow may hold the last
+
+
+def test_local_sources():
+    for scale in (True, False):
+        v, w = tf.Variable(tf.zeros([10])), tf.Variable(tf.zeros([10]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v + 2 * w) * (RANK + 1.0)
+        tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
+        tape.register_local_source(w)
+        local, shared = tape.get_local_and_global_gradients(loss, [v, w])
+        assert local[0][0] is w and shared[0][0] is v
+        np.testing.assert_allclose(shared[0][1], np.full(10, MEAN), rtol=1e-6)
+        np.testing.assert_allclose(local[0][1], np.full(10, 2 * (RANK + 1) / (WORLD if scale else 1)), rtol=1e-6)
+
+
+def test_local_layers():
+    layers = [keras.layers.Dense(3), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(tf.ones([2, 4]))) * (RANK + 1.0)
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layers[1], compression=TOPK)
+    grads = tape.gradient(loss, model.trainable_variables)
+    np.testing.assert_allclose(grads[3], np.full(2, 2 * (RANK + 1) / WORLD), rtol=1e-6)
+    assert_same_everywhere(grads[0])
+    with pytest.raises(ValueError, match="local_layers must be Keras layers; it holds 3"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+
+
+def test_a_process_set():
+    if WORLD == 2:
+        pytest.skip("of two workers, both are the global process set; the launch with four runs this")
+    half = hvd.add_process_set([1, 3])
+    try:
+        network = Network()
+        train(network, range(4), compression=TOPK, process_set=half)
+        rows = on_all(network.flat())
+        np.testing.assert_array_equal(rows[1], rows[3])
+        assert not np.array_equal(rows[0], rows[1])
+        (grad,) = reduced([tf.fill([300], RANK + 1.0)], compression="onebit:block_size=64,min_numel=0", process_set=half)
+        np.testing.assert_allclose(grad, np.full(300, 3.0 if half.included() else RANK + 1.0), rtol=1e-6)
+        state = hvd.Compression.topk().bind(network.variables, half).state_dict()
+        assert state["rank"] == ({1: 0, 3: 1}[RANK] if half.included() else None)
+    finally:
+        hvd.remove_process_set(half)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", TOPK, "onebit:min_numel=0,warmup=2"])
+def test_a_number_of_workers_that_is_known_when_a_step_runs(compression, monkeypatch):
+    """As in elastic jobs, whose graphs outlive a change of it."""
+    fixed, elastic = Network(), Network()
+    train(fixed, range(4), compression=compression)
+    monkeypatch.setattr("hvd_quant.tensorflow.reducer._ELASTIC", True)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    train(elastic, range(4), compression=compression)
+    np.testing.assert_array_equal(fixed.flat(), elastic.flat())
+
+
+def test_what_can_not_work_is_refused():
+    v = tf.Variable(tf.zeros([10]))
+
+    @tf.function(jit_compile=True)
+    def compiled():
+        return reduced([tf.ones([10])], [v], compression=TOPK)
+
+    with pytest.raises(ValueError, match="XLA can't contain Horovod's collectives: pass jit_compile=False"):
+        compiled()
+    with pytest.raises(ValueError, match="op=.* can't be combined with compression=onebit"):
+        reduced([tf.ones([5000])], compression="onebit", op=hvd.Adasum)
+    with pytest.raises(ValueError, match="gradient_predivide_factor not supported with op != Average"):
+        reduced([tf.ones([10])], op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="groups is 0; give a positive number"):
+        reduced([tf.ones([10])], groups=0)
+    with pytest.raises(TypeError, match="variable Variable is complex64; gradients of float32.* can be compressed: give it 'none'"):
+        hvd.Compression.topk(min_numel=0).bind([tf.Variable(tf.zeros([10], tf.complex64))])
+    with pytest.raises(ValueError, match="there is no compressor 'topkk', did you mean 'topk'"):
+        reduced([tf.ones([10])], compression="topkk")
+    with pytest.raises(TypeError, match="compression=3 is not accepted: give a compressor"):
+        reduced([tf.ones([10])], compression=3)
+    with pytest.raises(ValueError, match="is none of the 1 variables that compression state was made for"):
+        reduced([tf.ones([10])], compression=hvd.Compression.topk().bind([v]))
+    with pytest.raises(RuntimeError, match="known after gradient"):
+        hvd.DistributedGradientTape(tf.GradientTape()).compression_stats()
+
+
+def test_adasum_with_uncompressed_and_fp16_gradients():
+    if not hvd.mpi_enabled():
+        pytest.skip("Horovod has Adasum on MPI and NCCL only")
+    for compression in ("none", "fp16"):
+        network = Network()
+        train(network, range(2), compression=compression, op=hvd.Adasum)
+        assert_same_everywhere(network.flat())
+
+
+def test_a_large_tensor_and_many_small_ones():
+    weights = [tf.Variable(tf.zeros([1 << 21]))] + [tf.Variable(tf.zeros([100])) for _ in range(150)]
+    reducer = Reducer("topk:ratio=0.01,min_numel=0", weights, name="test")
+    random = np.random.default_rng(RANK)
+    for _ in range(3):
+        for grad in reducer.reduce([tf.constant(random.normal(size=v.shape).astype(np.float32)) for v in weights], weights):
+            assert_same_everywhere(grad)
