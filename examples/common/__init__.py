@@ -1,1 +1,1 @@
-"""What the MNIST examples of every framework share: data sets, arguments, results. No framework is imported here."""
+"""What the MNIST examples share: data sets, arguments, progress, results. Importing it needs none of the frameworks."""

@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from rich.console import Console
 from torch import nn
-from tqdm import tqdm
 
 import hvd_quant.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import arguments as command_line, results  # noqa: E402
-from common.datasets import Dataset, DatasetError, Split, load, prepare  # noqa: E402
+from common import arguments as command_line, job  # noqa: E402
+from common.datasets import Dataset, Split  # noqa: E402
 from common.process import keep_freed_memory, threads_per_worker  # noqa: E402
-
-T = TypeVar("T")
+from common.progress import Progress  # noqa: E402
+from common.results import Run  # noqa: E402
 
 
 def build(model: str, image_shape: tuple[int, int], classes: int) -> nn.Module:
@@ -50,7 +45,7 @@ def build_optimizer(name: str, parameters: object, lr: float) -> torch.optim.Opt
     return optimizers[name](parameters, lr, fused=True)
 
 
-def train(compression: str, arguments: argparse.Namespace, dataset: Dataset) -> results.Run:
+def train(compression: str, arguments: argparse.Namespace, dataset: Dataset) -> Run:
     """Train one model from the same start and on the same batches as every other."""
     torch.manual_seed(arguments.seed)
     model = build(arguments.model, dataset.image_shape, dataset.classes)
@@ -59,40 +54,23 @@ def train(compression: str, arguments: argparse.Namespace, dataset: Dataset) -> 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    run = results.Run(compression)
     test = dataset.test.share(hvd.rank(), hvd.size())
     steps = dataset.train.steps(hvd.size(), arguments.batch_size)
-    every = max(1, steps * arguments.epochs // 200)
-    step, seconds = 0, 0.0
-
-    def now() -> results.Point:
-        return results.Point(step, seconds, optimizer.compression_stats()["wire_bytes"])
-
-    run.tests.append((now(), accuracy(model, test)))
+    progress = Progress(compression, arguments.epochs, steps, optimizer.compression_stats, show=hvd.rank() == 0)
+    progress.tested(accuracy(model, test))
     for epoch in range(arguments.epochs):
-        batches = dataset.train.batches(seed=arguments.seed, epoch=epoch, rank=hvd.rank(), size=hvd.size(),
-                                        batch_size=arguments.batch_size)
-        with progress_bar(f"{compression}, epoch {epoch + 1} of {arguments.epochs}", steps) as bar:
-            for images, labels in batches:
-                started = time.perf_counter()
-                for group in optimizer.param_groups:
-                    group["lr"] = command_line.learning_rate(arguments, step / (steps * arguments.epochs))
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
-                loss.backward()
-                optimizer.step()
-                seconds += time.perf_counter() - started
-                step += 1
-                point = now()
-                if step % every == 0:
-                    run.progress.append(point)
-                figures = {"loss": f"{loss.item():.3f}", "sent": results.format_bytes(point.wire_bytes)}
-                bar.set_postfix(figures, refresh=False)
-                bar.update()
-            run.tests.append((now(), accuracy(model, test)))
-            bar.set_postfix({**figures, "test accuracy": f"{100 * run.accuracy:.2f} %"})
-    run.dense_bytes = optimizer.compression_stats()["dense_bytes"]
-    return run
+        for images, labels in dataset.train.batches(seed=arguments.seed, epoch=epoch, rank=hvd.rank(), size=hvd.size(),
+                                                    batch_size=arguments.batch_size):
+            progress.start()
+            for group in optimizer.param_groups:
+                group["lr"] = command_line.learning_rate(arguments, progress.done)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels))
+            loss.backward()
+            optimizer.step()
+            progress.stop(loss.item())
+        progress.tested(accuracy(model, test))
+    return progress.run
 
 
 @torch.no_grad()
@@ -102,29 +80,13 @@ def accuracy(model: nn.Module, share: Split) -> float:
     right = sum(int((model(part).argmax(1) == truth).sum())
                 for part, truth in zip(images.split(1000), labels.split(1000)))
     # Counts, not the workers' accuracies: shares may differ by an image.
-    right, count = hvd.allreduce(torch.tensor([right, len(share)]), op=hvd.Sum, name="accuracy").tolist()
+    right, count = total([right, len(share)])
     return right / count
 
 
-def progress_bar(title: str, steps: int) -> tqdm:
-    """A bar on worker 0. Under horovodrun its width can't be found out, and a full log file is no use: hence the limits."""
-    return tqdm(total=steps, desc=title, disable=hvd.rank() != 0, mininterval=0.5,
-                bar_format="{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]")
-
-
-def together(action: Callable[[], T]) -> T:
-    """Do something that may fail on one worker: if it does, all leave, where the others would wait for ever."""
-    result = problem = None
-    try:
-        result = action()
-    except (DatasetError, OSError) as error:
-        problem = error
-    speaker = hvd.allreduce(torch.tensor(hvd.rank() if problem else hvd.size()), op=hvd.Min, name="failed")
-    if speaker == hvd.rank():
-        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
-    if speaker < hvd.size():
-        sys.exit(2)
-    return result
+def total(counts: list[int]) -> list[int]:
+    """The sums over all workers, place by place."""
+    return hvd.allreduce(torch.tensor(counts), op=hvd.Sum, name="counts").tolist()
 
 
 def main() -> None:
@@ -132,23 +94,7 @@ def main() -> None:
     arguments = command_line.parse(__doc__, speak=hvd.rank() == 0)
     keep_freed_memory()
     torch.set_num_threads(threads_per_worker(hvd.local_size()))
-
-    together(lambda: prepare(arguments.dataset) if hvd.local_rank() == 0 else None)  # one download a host
-    dataset = together(lambda: load(prepare(arguments.dataset)))
-    together(lambda: dataset.train.steps(hvd.size(), arguments.batch_size))
-
-    title = (f"{arguments.model} on {arguments.dataset}; workers: {hvd.size()}, epochs: {arguments.epochs}, "
-             f"{arguments.optimizer} {arguments.lr:g}, batch a worker: {arguments.batch_size}")
-    setting = {**vars(arguments), "output": str(arguments.output), "workers": hvd.size()}
-    runs = []
-    for compression in arguments.compression:
-        runs.append(train(compression, arguments, dataset))
-        if hvd.rank() == 0:  # each time, so that a job that is cut short leaves what it has
-            paths = results.save(runs, setting, title, arguments.output)
-    if hvd.rank() == 0:
-        console = Console(force_terminal=False, width=100)  # horovodrun puts a tag before each line, colours or not
-        console.print(results.table(runs, title))
-        print(*paths, sep="\n")
+    job.run(hvd, arguments, total, train)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 
@@ -18,9 +19,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "pytorch")]
 
 import demo  # noqa: E402
-from common import arguments, datasets, process, results  # noqa: E402
+from common import arguments, datasets, job, process, progress, results  # noqa: E402
 
-MNIST_PY = EXAMPLES / "pytorch" / "pytorch_mnist.py"
+SCRIPTS = {"torch": "pytorch/pytorch_mnist.py", "tensorflow": "tensorflow2/tensorflow2_mnist.py",
+           "keras": "keras/keras_mnist.py"}
 
 
 def images(count, height=8, width=10):
@@ -353,6 +355,57 @@ def test_results_are_saved(tmp_path, wire_bytes):
     assert [results.Run.from_json(run) for run in saved["runs"]] == runs
 
 
+def test_progress(capsys):
+    sent = 0
+    course = progress.Progress("topk", 2, 3, lambda: {"wire_bytes": sent, "dense_bytes": 10 * sent}, show=True)
+    course.tested(0.1)
+    for step in range(6):
+        assert course.done == step / 6
+        course.start()
+        sent += 5
+        course.stop(1.5)
+        if step % 3 == 2:
+            course.tested(0.4 + step / 10)
+    run = course.run
+    assert [(point.step, point.wire_bytes) for point in run.progress] == [(step, 5 * step) for step in range(1, 7)]
+    assert [(point.step, round(accuracy, 6)) for point, accuracy in run.tests] == [(0, 0.1), (3, 0.6), (6, 0.9)]
+    assert (run.wire_bytes, run.dense_bytes) == (30, 300) and run.seconds == run.progress[-1].seconds > 0
+    shown = capsys.readouterr().err
+    assert "topk, epoch 2 of 2 100%" in shown and "loss=1.500, sent=30 B, test accuracy=90.00 %" in shown
+
+
+# ------------------------------------------------------------------------------------------------------------------- job
+
+def together(action, elsewhere, rank=1):
+    """An action on worker ``rank`` of three, with the failures of the others."""
+    hvd = types.SimpleNamespace(rank=lambda: rank, size=lambda: 3)
+    return job.together(hvd, lambda own: [a + b for a, b in zip(own, elsewhere)], action)
+
+
+def fails():
+    raise datasets.DatasetError("it is missing")
+
+
+@pytest.mark.parametrize("action, elsewhere, said", [
+    (fails, [0, 0, 0], "it is missing\n"), (fails, [0, 0, 1], "it is missing\n"), (fails, [1, 0, 0], ""),
+    (int, [0, 0, 1], "")])
+def test_all_leave_where_one_fails_and_one_says_why(action, elsewhere, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        together(action, elsewhere)
+    assert exit.value.code == 2 and capsys.readouterr().err.rpartition(": ")[2] == said
+
+
+def test_all_go_on_where_none_fails():
+    assert together(lambda: "result", [0, 0, 0]) == "result"
+
+
+def test_what_is_shared_needs_no_framework():
+    modules = [path.stem for path in (EXAMPLES / "common").glob("*.py")]
+    code = f"import sys; from common import {', '.join(modules)}; print(*sys.modules)"
+    imported = subprocess.check_output([sys.executable, "-c", code], cwd=EXAMPLES, text=True).split()
+    assert "common.keras_nets" in imported and not {"torch", "tensorflow", "keras"} & set(imported)
+
+
 # ------------------------------------------------------------------------------------------------------------------ demo
 
 def test_demo_takes_gloo_without_mpirun(monkeypatch):
@@ -383,17 +436,19 @@ def test_demo_takes_tags_off(piece):
     assert target.getvalue() == b"\r50% [00:01<00:01]" * 3 + b" a [list] [1\n"
 
 
-# ----------------------------------------------------------------------------------------------------- PyTorch's example
+# ----------------------------------------------------------------------------------------------------------- the scripts
 
-def run_example(*line):
-    pytest.importorskip("torch")
-    return subprocess.run([sys.executable, MNIST_PY, *map(str, line)], capture_output=True, text=True, timeout=300)
+def run_example(framework, *line):
+    pytest.importorskip(framework)
+    command = [sys.executable, EXAMPLES / SCRIPTS[framework], *map(str, line)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_one_process_without_horovodrun(folder, tmp_path):
+@pytest.mark.parametrize("framework", SCRIPTS)
+def test_one_process_without_horovodrun(framework, folder, tmp_path):
     output = tmp_path / "output"
-    done = run_example("--dataset", folder, "--model", "mlp", "--epochs", 2, "--batch-size", 8, "--output", output,
-                       "--compression", "none", "--compression", "topk:ratio=0.01")
+    done = run_example(framework, "--dataset", folder, "--model", "mlp", "--epochs", 2, "--batch-size", 8,
+                       "--compression", "none", "--compression", "topk:ratio=0.01", "--output", output)
     assert done.returncode == 0, done.stderr
     saved = json.loads((output / "results.json").read_text())
     assert [run["compression"] for run in saved["runs"]] == ["none", "topk:ratio=0.01"]
@@ -403,13 +458,15 @@ def test_one_process_without_horovodrun(folder, tmp_path):
     assert "epoch 2 of 2 100%" in done.stderr and "test accuracy=" in done.stderr
 
 
-@pytest.mark.parametrize("line, complaint", [
-    (["--compression", "topk:ratio=x"], "pytorch_mnist.py: argument --compression: topk: "),
-    (["--dataset", "/"], "pytorch_mnist.py: / has neither train-images-idx3-ubyte"),
+@pytest.mark.parametrize("framework, line, complaint", [
+    ("torch", ["--compression", "topk:ratio=x"], "pytorch_mnist.py: argument --compression: topk: "),
+    *[(framework, ["--dataset", "/"], f"{Path(script).name}: / has neither train-images-idx3-ubyte")
+      for framework, script in SCRIPTS.items()],
 ])
-def test_the_example_says_what_is_wrong(line, complaint):
-    done = run_example(*line)
-    assert done.returncode == 2 and done.stderr.startswith(complaint) and done.stderr.count("\n") == 1
+def test_the_example_says_what_is_wrong(framework, line, complaint):
+    done = run_example(framework, *line)
+    said = [text for text in done.stderr.splitlines() if "absl" not in text and "oneDNN" not in text]  # TensorFlow's own
+    assert done.returncode == 2 and len(said) == 1 and said[0].startswith(complaint)
 
 
 @pytest.mark.parametrize("model", arguments.RECIPES)
@@ -420,3 +477,35 @@ def test_models(model, shape):
     net = pytorch_mnist.build(model, shape, 7)
     assert net(torch.zeros(2, *shape)).shape == (2, 7)
     pytorch_mnist.build_optimizer(arguments.RECIPES[model].optimizer, net.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("model", arguments.RECIPES)
+def test_keras_nets_are_pytorchs(model):
+    pytest.importorskip("torch")
+    pytest.importorskip("keras")
+    import pytorch_mnist
+    from common import keras_nets
+    net, other = keras_nets.build(model, (8, 10), 7), pytorch_mnist.build(model, (8, 10), 7)
+    assert net(np.zeros((2, 8, 10), np.float32)).shape == (2, 7)
+    pairs = list(zip(net.trainable_variables, other.parameters(), strict=True))
+    assert [sorted(ours.shape) for ours, _ in pairs] == [sorted(theirs.shape) for _, theirs in pairs]
+    for ours, theirs in pairs:
+        if theirs.numel() > 200:  # enough of them to have one near the limit
+            assert np.abs(ours.numpy()).max() == pytest.approx(theirs.abs().max().item(), rel=0.05)
+            assert ours.numpy().std() == pytest.approx(theirs.std().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("name", arguments.OPTIMIZERS)
+def test_keras_optimizers_are_pytorchs(name):
+    torch = pytest.importorskip("torch")
+    keras = pytest.importorskip("keras")
+    import pytorch_mnist
+    from common import keras_nets
+    start, grads = np.float32([1, -1, 0.5]), np.float32([[0.1, -2, 0], [1e-4, 1, 0], [-3, 1, 0.2]])
+    ours, theirs = keras.Variable(start), torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer, other = keras_nets.build_optimizer(name, 0.05), pytorch_mnist.build_optimizer(name, [theirs], 0.05)
+    for grad in grads:
+        optimizer.apply([keras.ops.convert_to_tensor(grad)], [ours])
+        theirs.grad = torch.from_numpy(grad)
+        other.step()
+    np.testing.assert_allclose(ours.numpy(), theirs.detach().numpy(), rtol=1e-5)
