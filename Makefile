@@ -67,6 +67,8 @@ $(DONE)/frameworks: $(DONE)/system constraints.txt
 	@echo '[2/4] .venv with $(strip $(FRAMEWORKS)) (minutes: about 1 GB to download)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q $(FRAMEWORKS) setuptools
+	# Keras 2, which the tests run with too. --no-deps: it asks for the wheel that tensorflow-cpu stands in for.
+	$(if $(filter tensorflow-cpu,$(FRAMEWORKS)),$(BIN)/pip install -q --no-deps tf_keras)
 	touch $@
 
 # --no-build-isolation: the native kernels are built against the PyTorch in .venv. PYTHONWARNINGS: setuptools has one for

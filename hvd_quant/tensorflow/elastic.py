@@ -1,7 +1,7 @@
 """Elastic training: horovod.tensorflow.elastic, for Keras 3 too, and with compression state.
 
-Compression state is each worker's own. After a failure it goes back to the last commit like everything else; when workers
-come and go, those that stay keep theirs and newcomers start at zero.
+Compression state is each worker's own. After a failure it goes back to the last commit like everything else; when
+workers come and go, those that stay keep theirs and newcomers start at zero.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from horovod.tensorflow.elastic import TensorFlowState
 from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import init, rank, shutdown
 
-from hvd_quant.tensorflow.keras_variables import broadcast_in_order, make_variables, variables_of
+from hvd_quant.tensorflow.functions import broadcast_variables
+from hvd_quant.tensorflow.keras_variables import make_variables, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 def run(func: Callable) -> Callable:
-    """Decorator for a function that trains: when workers come, go or fail, its state is brought to where all agree, and it is
-    called again.
+    """Decorator for a function that trains: when workers come, go or fail, its state is brought to where all agree, and
+    it is called again.
 
     Arguments:
         func: takes a ``State`` first.
@@ -59,7 +60,8 @@ class TensorFlowKerasState(ObjectState):
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ValueError("the model has no weights to be kept the same on all workers: call model.build(input_shape) first")
+            raise ValueError("the model has no weights yet that can be kept the same on all workers: call "
+                             "model.build(input_shape) first")
         self.model, self.optimizer, self.backend = model, optimizer or model.optimizer, backend
         # So that newcomers have as many variables as those who have trained before.
         make_variables(self.optimizer, model.trainable_variables)
@@ -81,10 +83,10 @@ class TensorFlowKerasState(ObjectState):
     def sync(self) -> None:
         """Take the values of worker 0, but for the compression state."""
         # Not the states of random generators, which are among the model's variables in Keras 3.
-        broadcast_in_order(self.model.weights, 0)
-        broadcast_in_order(variables_of(self.optimizer), 0)
+        broadcast_variables(self.model.weights, 0)
+        broadcast_variables(variables_of(self.optimizer), 0)
         # What is exchanged how may depend on the number of exchanges before.
-        broadcast_in_order([slot.step for slot in self._slots()], 0)
+        broadcast_variables([slot.step for slot in self._slots()], 0)
         self._save_variables()
         super().sync()
 

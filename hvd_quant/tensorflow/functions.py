@@ -5,21 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from horovod.tensorflow import functions
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn  # noqa: F401
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set
 
+from hvd_quant.tensorflow.reducer import unused_label
 from hvd_quant.tensorflow.state import plain
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
-                        inplace: bool = False) -> Any:
+                        inplace: bool = False) -> tf.Operation | None:
     """Give all workers the values that one has.
+
+    Variables are told apart by their places. (Horovod goes by their names, and waits for ever where these differ between workers,
+    as when one of them has loaded its model.)
 
     Arguments:
         variables: TensorFlow's or Keras's, in the same order on all workers: ``model.variables``, ``optimizer.variables``.
         root_rank: the worker whose values are taken.
         process_set: the workers that take part.
         inplace: without temporary memory.
+
+    Returns:
+        In a graph, the operation that does it; eagerly it is done.
     """
-    return functions.broadcast_variables([plain(v) for v in variables], root_rank, process_set, inplace)
+    variables = [plain(v) for v in variables]
+
+    def assigned(place: int, variable: tf.Variable) -> tf.Tensor:
+        value = mpi_ops.broadcast(variable, root_rank, name=unused_label(f"HorovodBroadcast_{place}"), ignore_name_scope=True,
+                                  process_set=process_set)
+        return variable.assign(value)
+
+    def in_place(places: list[int]) -> tf.Operation:
+        return mpi_ops.MPI_LIB.horovod_broadcast_inplace_resource(
+            [variables[i].handle for i in places], variable_names=[f"variable_{i}" for i in places], root_rank=root_rank,
+            name=unused_label("HorovodBroadcastInplace"), process_set_id=process_set.process_set_id)
+
+    def broadcast() -> tf.Operation:
+        if not inplace:
+            return tf.group(*(assigned(i, v) for i, v in enumerate(variables)))
+        devices = dict.fromkeys(v.device for v in variables)
+        return tf.group(*(in_place([i for i, v in enumerate(variables) if v.device == device]) for device in devices))
+
+    if not tf.executing_eagerly():
+        return broadcast()
+    tf.function(lambda: broadcast() and None, autograph=False)()
+    return None

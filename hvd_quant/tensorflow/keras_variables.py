@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
-
-from hvd_quant.tensorflow.state import plain
 
 
 def variables_of(optimizer: Any) -> list[Any]:
@@ -29,18 +26,3 @@ def make_variables(optimizer: Any, variables: Iterable[Any]) -> None:
         optimizer._create_all_weights(list(variables))
     elif not getattr(optimizer, "built", False):  # that of tf_keras asks itself
         optimizer.build(list(variables))
-
-
-def broadcast_in_order(variables: Iterable[Any], root_rank: int) -> None:
-    """Give all workers the values that one has.
-
-    Variables are told apart by their places: their names may differ between workers when one of them has loaded its model.
-    """
-    variables = [plain(v) for v in variables]
-
-    @tf.function(autograph=False)
-    def broadcast() -> None:
-        for i, variable in enumerate(variables):
-            variable.assign(mpi_ops.broadcast(variable, root_rank, name=f"HorovodBroadcast_{i}", ignore_name_scope=True))
-
-    broadcast()

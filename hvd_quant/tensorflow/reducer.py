@@ -133,7 +133,7 @@ class Reducer(tf.Module):
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
         """One gradient's exchange in the graph that is being made, chosen now or, for warm-ups and elastic jobs, when it runs."""
-        label = _unused(re.sub(r"\W", "_", f"{self._label}_{slot.index}_{slot.info.name.rpartition('/')[2]}"))
+        label = unused_label(re.sub(r"\W", "_", f"{self._label}_{slot.index}_{slot.info.name.rpartition('/')[2]}"))
         slot.sparse = isinstance(grad, tf.IndexedSlices)
         at = {"rank": self._process_set.rank(), "world": self._process_set.size()}
         if _ELASTIC:
@@ -285,7 +285,7 @@ _ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def _unused(label: str) -> str:
+def unused_label(label: str) -> str:
     """``label``, or ``label_1``... if it is in use in the outermost graph that is being made. Collectives of one graph need
     different names, which must be the same on all workers, whatever else these have run."""
     graph = tf.compat.v1.get_default_graph()

@@ -86,9 +86,9 @@ class State(tf.Module):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no variable; the names are "
                           f"{', '.join(names[:5])}, ...", stacklevel=3)
         world = process_set.size() if process_set.included() else 1
-        self.slots = {name: Slot(i, name, v, select(name), world) for i, (name, v) in enumerate(zip(names, variables))}
-        slots = list(self.slots.values())
-        untracked(self, process_set=process_set, other=compression if in_horovods_style else None, _variables=variables,
+        slots = [Slot(i, name, v, select(name), world) for i, (name, v) in enumerate(zip(names, variables))]
+        self.by_place = slots  # so checkpoints hold them, since Keras makes up other names for layers each time
+        untracked(self, slots=dict(zip(names, slots)), process_set=process_set, other=compression if in_horovods_style else None, _variables=variables,
                   _slot_of={id(key): slot for v, slot in zip(variables, slots) for key in (v, plain(v))},
                   reducers={})  # of tapes, by their settings
 
@@ -129,9 +129,14 @@ class State(tf.Module):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
 
+        Where names differ, as those of layers do when Keras makes them up again, variables are told apart by their places.
+
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
+        tensors = state.get("tensors")
+        if isinstance(tensors, Mapping) and len(tensors) == len(self.slots) and tensors.keys() != self.slots.keys():
+            state = {**state, "tensors": dict(zip(self.slots, tensors.values()))}
         for slot, step, values in restored(state, self.slots, **self._whose()):
             slot.step.assign(step)
             for key, value in slot.state.items():

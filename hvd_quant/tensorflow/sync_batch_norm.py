@@ -10,16 +10,16 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum, _allreduce, size
 from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _ForLegacyKeras
 
-from hvd_quant.tensorflow.reducer import _unused
+from hvd_quant.tensorflow.reducer import unused_label
 
 __all__ = ["SyncBatchNormalization"]
 
 
 @tf.custom_gradient
 def _summed(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """The sum over the workers. Its gradient is the sum of theirs, and is named here: Horovod would name both after layers,
-    whose names may differ between workers."""
-    name = _unused("SyncBatchNormalization")
+    """The sum over the workers. Its gradient is the sum of theirs, and is named here: Horovod would name both after
+    layers, whose names may differ between workers."""
+    name = unused_label("SyncBatchNormalization")
 
     def total(x: tf.Tensor, suffix: str = "") -> tf.Tensor:
         return _allreduce(x, op=Sum, name=f"HorovodAllreduce_{name}{suffix}", ignore_name_scope=True)

@@ -1,5 +1,6 @@
-"""Launch the tests of tests/parallel under horovodrun: one launch for each controller and number of workers."""
+"""Launch the tests of tests/parallel under horovodrun: one launch for each framework, controller and number of workers."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,23 +10,38 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("horovod.torch", reason="Horovod is not built for PyTorch")
-
 ROOT = Path(__file__).parents[2]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
+LAUNCHES = {
+    "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
+    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_*", {}),
+    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_*", {}),
+    "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_*", {}),
+    "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
+    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
+    "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
+    "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[cl]*", {"TF_USE_LEGACY_KERAS": "1"}),
+}
 
-@pytest.mark.parametrize("controller, workers, simd", [("mpi", 2, "same"), ("gloo", 2, "same"), ("gloo", 4, "mixed")])
-def test_pytorch(controller, workers, simd):
+
+@pytest.mark.parametrize("framework, controller, workers, kind, tests, environment", LAUNCHES.values(), ids=list(LAUNCHES))
+def test_launch(framework, controller, workers, kind, tests, environment):
+    horovod = importlib.util.find_spec("horovod")
+    if not horovod or not list(Path(horovod.origin).parent.glob(f"{framework}/mpi_lib*.so")):
+        pytest.skip(f"Horovod is not built for {framework}")
     if controller == "mpi" and not shutil.which("mpirun"):
         pytest.skip("no mpirun: Horovod runs on Gloo alone here")
-    files = [f"tests/parallel/test_torch_{part}.py" for part in ("invariants", "horovod", "optimizer", "faults")]
+    if "TF_USE_LEGACY_KERAS" in environment and not importlib.util.find_spec("tf_keras"):
+        pytest.skip("tf_keras is not installed")
+    files = [str(f) for f in sorted(ROOT.glob(f"tests/parallel/test_{tests}.py")) if "gpu" not in f.name]
     command = [str(HOROVODRUN), "-np", str(workers), f"--{controller}", sys.executable, "-m", "pytest", "-x", "-q",
                "-p", "no:cacheprovider", *files]
-    environment = {**os.environ, "HVD_QUANT_TEST_WORKER": simd, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**os.environ, **environment, "HVD_QUANT_TEST_WORKER": kind, "HVD_QUANT_TEST_FRAMEWORK": framework,
+                   "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if workers > 2:  # Horovod fuses what happens to be ready, so among more than two workers fp32 sums vary between runs
         environment["HOROVOD_FUSION_THRESHOLD"] = "0"
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=420)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     passed = re.findall(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and len(passed) == workers, f"{run.stdout[-15000:]}\n{run.stderr[-3000:]}"
     print(f"{passed[0]} tests passed on each of {workers} workers over {controller}")

@@ -155,6 +155,10 @@ def test_a_dictionary_resumes_bit_for_bit_and_belongs_to_its_worker():
     resumed.load_state_dict(saved)
     train(second, range(3, 6), compression=resumed)
     np.testing.assert_array_equal(second.flat(), straight.flat())
+    renamed = {f"other_{name}": slot for name, slot in saved["tensors"].items()}  # as Keras does with layers
+    resumed.load_state_dict({**saved, "tensors": renamed})
+    for name, slot in resumed.state_dict()["tensors"].items():
+        np.testing.assert_array_equal(slot["state"].get("residual", 0), saved["tensors"][name]["state"].get("residual", 0))
     with pytest.raises(ValueError, match=f"of worker {(RANK + 1) % WORLD} of {WORLD}.*each worker has to save and load its own"):
         resumed.load_state_dict({**saved, "rank": (RANK + 1) % WORLD})
 

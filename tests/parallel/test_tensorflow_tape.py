@@ -339,7 +339,7 @@ def test_adasum_with_uncompressed_and_fp16_gradients():
 
 
 def test_a_large_tensor_and_many_small_ones():
-    weights = [tf.Variable(tf.zeros([1 << 21]))] + [tf.Variable(tf.zeros([100])) for _ in range(150)]
+    weights = [tf.Variable(tf.zeros([1 << 21]))] + [tf.Variable(tf.zeros([100])) for _ in range(60)]
     reducer = Reducer("topk:ratio=0.01,min_numel=0", weights, name="test")
     random = np.random.default_rng(RANK)
     for _ in range(3):

@@ -1,0 +1,181 @@
+"""Distributed optimizers of tf_keras, which has two kinds: classes derived from the optimizer's own.
+
+A gradient is reduced where it is computed, as in Horovod: by ``minimize``, which ``fit`` calls, and by
+``compute_gradients``. Two are reduced where they are applied, when tf_keras has its optimizers aggregate gradients over
+replicas, which is before a LossScaleOptimizer asks whether they are finite: those that come from a tape of the user's,
+and those that a LossScaleOptimizer around the optimizer has unscaled by then, so that what is kept between steps
+doesn't depend on its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from hvd_quant.keras.reducing import Reducing, Scaling, Settings, derived, undistributed
+from hvd_quant.keras.window import Window, add_up
+from hvd_quant.tensorflow.keras_variables import make_variables, scale_of, variables_of
+
+OldOptimizer = tf_keras.optimizers.legacy.Optimizer
+Pairs = Iterable[tuple[Any, Any]]
+
+
+def distribute(optimizer: Any, settings: Settings) -> Any:
+    """A distributed optimizer with the configuration and the state of ``optimizer``, which is one of tf_keras.
+
+    Raises:
+        ValueError: for one that is distributed already or can't be.
+    """
+    undistributed(optimizer)
+    if isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer):
+        config = {**optimizer.get_config(), "inner_optimizer": optimizer.inner_optimizer}
+        cls = derived(Scaling, type(optimizer), _hvd_settings=settings, _hvd_distribute=staticmethod(distribute))
+        made = cls(**config)
+        for new, old in zip(scale_of(made), scale_of(optimizer)):
+            new.assign(old)
+        return made
+    config, old_kind = optimizer.get_config(), isinstance(optimizer, OldOptimizer)
+    learning_rate = optimizer._hyper["learning_rate"] if old_kind else optimizer._learning_rate
+    if callable(learning_rate):  # a schedule, or another function, and not what its configuration makes of it
+        config["learning_rate"] = learning_rate
+    cls = derived(DistributedOld if old_kind else DistributedNew, type(optimizer), _hvd_settings=settings)
+    made = cls.from_config(config)
+    vars(made)["_hvd_values"] = [v.numpy() for v in variables_of(optimizer)]
+    return made
+
+
+class Distributed(Reducing):
+    """What a distributed optimizer's class has beside that of the optimizer it was made from, in both kinds."""
+
+    _hvd_window: Window | None = None
+    _hvd_reduced = False
+    _hvd_values: list[Any] | None = None
+    """Of the variables of the optimizer that this was made from, until this has its own."""
+
+    def aggregate_gradients(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
+        """Reduce gradients that are about to be applied and are not reduced yet."""
+        grads_and_vars = list(grads_and_vars)
+        if self._hvd_reduced or not grads_and_vars:
+            return grads_and_vars
+        grads, variables = zip(*grads_and_vars)
+        if not self._hvd_scaled():
+            return list(zip(self._hvd_reduce(grads, variables), variables))
+        if self._hvd_reducer is None:
+            self._hvd_build(variables)
+        kept = [(residual, tf.identity(residual)) for residual in self._hvd_residuals()]
+        reduced = self._hvd_reduce(grads, variables)
+
+        def void() -> None:
+            for residual, before in kept:
+                residual.assign(before)
+
+        # The scaler won't apply these: what they have taken out of the residuals would be lost.
+        finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in reduced if g is not None]
+        tf.cond(tf.reduce_all(finite), lambda: None, void)
+        return list(zip(reduced, variables))
+
+    _aggregate_gradients = aggregate_gradients
+
+    def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
+        """Apply gradients, once they are reduced; with ``backward_passes_per_step``, once a window, and their sum."""
+        apply, grads_and_vars = super().apply_gradients, list(grads_and_vars)
+        try:
+            if self._hvd_settings.passes == 1:
+                return apply(grads_and_vars, *args, **kwargs)
+            return self._hvd_pass(grads_and_vars, lambda pairs: apply(pairs, *args, **kwargs))
+        finally:
+            vars(self)["_hvd_reduced"] = False
+
+    def _hvd_pass(self, grads_and_vars: Pairs, apply: Any) -> tf.Variable:
+        if self._hvd_scaled():
+            raise ValueError(f"backward_passes_per_step={self._hvd_settings.passes} can't be combined with tf_keras's "
+                             "LossScaleOptimizer, whose scale may change between two passes: use Keras 3, or the "
+                             "policy mixed_bfloat16")
+        grads, variables = zip(*grads_and_vars)
+        with tf.init_scope():
+            make_variables(self, variables)
+        if self._hvd_window is None:
+            vars(self)["_hvd_window"] = Window(variables)
+            self._track_trackable(self._hvd_window, "window")
+        window, settings = self._hvd_window, self._hvd_settings
+
+        def between() -> None:
+            window.count.assign_add(1)
+            self.iterations.assign_add(1)
+
+        def last(total: list[tf.Tensor | None]) -> None:
+            window.count.assign(0)
+            if settings.average_passes:
+                total = [None if grad is None else grad / settings.passes for grad in total]
+            vars(self)["_hvd_reduced"] = True
+            apply(list(zip(self._hvd_reduce(total, variables), variables)))
+
+        add_up(grads, window.sums, tf.equal(window.count, settings.passes - 1), between, last)
+        return self.iterations
+
+    def _hvd_computed(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
+        """(gradient, variable) pairs that were just computed, reduced if that is to be done now."""
+        if self._hvd_settings.passes > 1 or self._hvd_scaled():
+            return list(grads_and_vars)
+        grads, variables = zip(*grads_and_vars)
+        vars(self)["_hvd_reduced"] = True
+        return list(zip(self._hvd_reduce(grads, variables), variables))
+
+    def _hvd_scaled(self) -> bool:
+        return getattr(self, "_is_wrapped_by_loss_scale_optimizer", False)
+
+    def _hvd_take_values(self, variables: list[tf.Variable]) -> None:
+        if self._hvd_values is not None and len(self._hvd_values) <= len(variables):
+            for variable, value in zip(variables, self._hvd_values):
+                variable.assign(value)
+            vars(self)["_hvd_values"] = None
+
+
+class DistributedNew(Distributed):
+    """For ``tf_keras.optimizers.Optimizer``."""
+
+    def build(self, var_list: Iterable[Any]) -> None:
+        """Make the optimizer's variables, as tf_keras does, and the compression state."""
+        var_list = list(var_list)
+        super().build(var_list)
+        self._hvd_take_values(self._variables)
+        if self._hvd_reducer is None:
+            self._hvd_build(var_list)
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """(gradient, variable) pairs, with reduced gradients."""
+        return self._hvd_computed(super().compute_gradients(loss, var_list, tape))
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None,
+                           tape: Any = None) -> list[tuple[Any, Any]]:
+        return self.compute_gradients(loss, var_list, tape)
+
+
+class DistributedOld(Distributed):
+    """For ``tf_keras.optimizers.legacy.Optimizer``."""
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The optimizer's variables; may be called, as in tf_keras, or not, as in Horovod."""
+        return _CallableList(self._weights)
+
+    def _create_all_weights(self, var_list: Iterable[Any]) -> None:
+        super()._create_all_weights(var_list)
+        self._hvd_take_values(self._weights)
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None,
+                           tape: Any = None) -> list[tuple[Any, Any]]:
+        tape = tf.GradientTape() if tape is None else tape
+        return self._hvd_computed(super()._compute_gradients(loss, var_list, grad_loss, tape))
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """(gradient, variable) pairs, with reduced gradients."""
+        return self._compute_gradients(loss, var_list, None, tape)
+
+
+class _CallableList(list):
+    def __call__(self) -> list[tf.Variable]:
+        return self

@@ -1,0 +1,163 @@
+"""What distributed optimizers of Keras 3 and of tf_keras have in common: settings, a reducer, and its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import ProcessSet
+
+from hvd_quant.exchange.stats import Stats
+from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
+from hvd_quant.tensorflow.state import plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of DistributedOptimizer, but for the optimizer."""
+
+    name: str | None
+    device: str
+    compression: Any
+    sparse_as_dense: bool
+    predivide: float
+    op: int
+    passes: int
+    average_passes: bool
+    groups: int | list[list[Any]] | None
+    process_set: ProcessSet
+    scale_local: bool
+
+
+class Reducing:
+    """The methods that a distributed optimizer has beside its own.
+
+    Attributes with ``_hvd`` go to the instance's ``__dict__``: optimizers track or convert what is assigned to them.
+    """
+
+    _hvd_settings: Settings
+    _hvd_reducer: Reducer | None = None
+    _hvd_local: frozenset[int] = frozenset()
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradient as it is on this worker, but for what ``scale_local_gradients`` asks for."""
+        vars(self)["_hvd_local"] = self._hvd_local | {id(plain(var))}
+
+    def compression_stats(self) -> dict[str, Any]:
+        """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`."""
+        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """This worker's compression state (residuals as NumPy arrays, step counts), for a checkpoint a worker.
+
+        Raises:
+            ValueError: before the optimizer is built.
+        """
+        return self._hvd_built().state_dict()
+
+    def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state that :meth:`compression_state_dict` returned on the same worker.
+
+        Raises:
+            ValueError: before the optimizer is built, and for a state that is another worker's or damaged.
+        """
+        self._hvd_built().load_state_dict(state)
+
+    def _hvd_built(self) -> Reducer:
+        if self._hvd_reducer is None:
+            raise ValueError("an optimizer has compression state once it knows its variables: call "
+                             "optimizer.build(model.trainable_variables) or train a step first")
+        return self._hvd_reducer
+
+    def _hvd_build(self, variables: Iterable[Any]) -> None:
+        """Make the reducer, which checkpoints of the optimizer then hold as "compression"."""
+        settings = self._hvd_settings
+        vars(self)["_hvd_reducer"] = reducer = Reducer(
+            settings.compression, variables, name=settings.name or f"Distributed{type(self).__name__}", op=settings.op,
+            predivide=settings.predivide, groups=settings.groups, sparse_as_dense=settings.sparse_as_dense,
+            process_set=settings.process_set)
+        self._track_trackable(reducer.state, "compression", overwrite=True)
+
+    def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
+        """The reduced gradients; those of local variables scaled if that was asked for."""
+        settings, grads, variables = self._hvd_settings, list(grads), list(variables)
+        if self._hvd_reducer is None:
+            self._hvd_build(variables)
+        shared = [i for i, v in enumerate(variables) if id(plain(v)) not in self._hvd_local]
+        if settings.scale_local:
+            grads = [grad if i in shared else local_gradient(grad, settings.process_set)
+                     for i, grad in enumerate(grads)]
+        with tf.device(settings.device):
+            reduced = self._hvd_reducer.reduce([grads[i] for i in shared], [variables[i] for i in shared])
+        for i, grad in zip(shared, reduced):
+            grads[i] = grad
+        return grads
+
+    def _hvd_residuals(self) -> list[tf.Variable]:
+        """The variables of the compression state but for the step counts."""
+        return [variable for slot in self._hvd_reducer.state.slots.values() for variable in slot.state.values()]
+
+
+class Scaling:
+    """What a LossScaleOptimizer's class has in addition when DistributedOptimizer made it, around a distributed one."""
+
+    _hvd_settings: Settings
+    _hvd_distribute: Callable[[Any, Settings], Any]
+
+    def __init__(self, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self._hvd_distribute(inner_optimizer, self._hvd_settings), *args, **kwargs)
+
+    def register_local_var(self, var: Any) -> None:
+        """See :meth:`Reducing.register_local_var`."""
+        self.inner_optimizer.register_local_var(var)
+
+    def compression_stats(self) -> dict[str, Any]:
+        """See :meth:`Reducing.compression_stats`."""
+        return self.inner_optimizer.compression_stats()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """See :meth:`Reducing.compression_state_dict`."""
+        return self.inner_optimizer.compression_state_dict()
+
+    def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`Reducing.load_compression_state_dict`."""
+        self.inner_optimizer.load_compression_state_dict(state)
+
+
+def reducing(optimizer: Any) -> Any:
+    """The optimizer that reduces gradients: this one, or one inside the loss scaler that this is; None if there is
+    none."""
+    while optimizer is not None and not isinstance(optimizer, Reducing):
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return optimizer
+
+
+def undistributed(optimizer: Any) -> None:
+    """Check that an optimizer isn't distributed.
+
+    Raises:
+        ValueError: if gradients are reduced in this optimizer or in one inside it.
+    """
+    if reducing(optimizer) is not None:
+        raise ValueError(f"this {type(optimizer).__name__} is distributed already: give DistributedOptimizer the one "
+                         "that it was made from")
+
+
+def derived(mixin: type, base: type, **attributes: Any) -> type:
+    """A class that is ``base`` to users, configurations and saved models, with the methods of ``mixin`` in front."""
+
+    class Same(type(base)):
+        """Equal to the class it is derived from, since Keras looks up by class under which name an object is saved."""
+
+        def __eq__(cls, other: Any) -> bool:
+            return cls is other or base is other
+
+        def __hash__(cls) -> int:
+            return hash(base)
+
+    # tf_keras has the names of its own classes in themselves.
+    names = {key: value for key, value in vars(base).items() if key.startswith("_keras_api_names")}
+    return Same(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__,
+                                               "__doc__": base.__doc__, **names, **attributes})
