@@ -340,6 +340,14 @@ class CastEncode : public Kernel {
   std::string codec_;
 };
 
+// What an allgather returned, cut into the workers' payloads.
+std::vector<Bytes> payloads_of(OpKernelContext* ctx) {
+  const Tensor& gathered = vector(ctx, "gathered");
+  const auto world = scalar<int32_t>(ctx, "world");
+  expect(world > 0, "world is ", world, ", expected the number of workers");
+  return hvd_quant::split({gathered.unaligned_flat<uint8_t>().data(), gathered.NumElements()}, world);
+}
+
 // An operation on what an allgather returned: payloads of `numel` entries. Its errors begin with the parameter's name.
 class OfPayloads : public Kernel {
  public:
@@ -355,11 +363,8 @@ class OfPayloads : public Kernel {
 
  private:
   void run(OpKernelContext* ctx) final {
-    const Tensor& gathered = vector(ctx, "gathered");
-    const auto world = scalar<int32_t>(ctx, "world");
-    expect(world > 0, "world is ", world, ", expected the number of workers");
     try {
-      run(ctx, hvd_quant::split({gathered.unaligned_flat<uint8_t>().data(), gathered.NumElements()}, world));
+      run(ctx, payloads_of(ctx));
     } catch (const PayloadError& error) {
       throw PayloadError(name_.empty() ? error.what() : name_ + ": " + error.what());
     }
@@ -369,20 +374,34 @@ class OfPayloads : public Kernel {
   std::string name_;
 };
 
-class Flags : public OfPayloads {
+// Tells also of damage that a payload's header and checksum show, so that what was encoded can be taken back before a decoder
+// says what is wrong.
+class Flags : public Kernel {
  public:
-  explicit Flags(OpKernelConstruction* ctx) : OfPayloads(ctx) {
-    ctx->SetStatus(ctx->GetAttr("codec", &codec_));
+  explicit Flags(OpKernelConstruction* ctx) : Kernel(ctx) {
+    OP_REQUIRES_OK(ctx, status_of([&] {
+                     codec_ = attribute<std::string>(ctx, "codec");
+                     numel_ = attribute<int64_t>(ctx, "numel");
+                   }));
   }
 
  private:
-  void run(OpKernelContext* ctx, const std::vector<Bytes>& payloads) override {
+  void run(OpKernelContext* ctx) override {
+    constexpr int32_t kDamaged = 4;
     int32_t flags = 0;
-    for (const Bytes& payload : payloads) flags |= hvd_quant::check_header(payload, codec_, numel_);
+    try {
+      for (const Bytes& payload : payloads_of(ctx)) {
+        flags |= hvd_quant::check_header(payload, codec_, numel_);
+        hvd_quant::check_sum(payload);
+      }
+    } catch (const PayloadError&) {
+      flags |= kDamaged;
+    }
     *new_output<int32_t>(ctx, {}) = flags;
   }
 
   std::string codec_;
+  int64_t numel_;
 };
 
 class Decode : public OfPayloads {
@@ -504,7 +523,10 @@ class Now : public Kernel {
     const bool in_advance = ctx->step_id() == 0 || ctx->step_id() == tensorflow::LogMemory::CONSTANT_FOLDING_STEP_ID;
     expect(!in_advance, "the time is not known in advance");
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now().time_since_epoch();
-    *new_output<double>(ctx, {}) = seconds.count();
+    Tensor* output;
+    ok(ctx->allocate_output(1, {}, &output));
+    output->scalar<double>()() = seconds.count();
+    ctx->set_output(0, ctx->input(0));
   }
 };
 
@@ -610,7 +632,6 @@ REGISTER_OP("HvdQuantFlags")
     .Input("world: int32")
     .Attr("codec: string")
     .Attr("numel: int >= 0")
-    .Attr("name_of: string")
     .Output("flags: int32")
     .SetShapeFn(tensorflow::shape_inference::ScalarShape);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantFlags").Device(DEVICE_CPU), Flags);
@@ -633,8 +654,13 @@ REGISTER_KERNEL_BUILDER(Name("HvdQuantRestore").Device(DEVICE_CPU), Restore);
 REGISTER_OP("HvdQuantNow")
     .Input("x: T")
     .Attr("T: type")
+    .Output("y: T")
     .Output("seconds: double")
-    .SetShapeFn(tensorflow::shape_inference::ScalarShape);
+    .SetShapeFn([](InferenceContext* ctx) {
+      ctx->set_output(0, ctx->input(0));
+      ctx->set_output(1, ctx->Scalar());
+      return absl::OkStatus();
+    });
 REGISTER_KERNEL_BUILDER(Name("HvdQuantNow").Device(DEVICE_CPU), Now);
 
 REGISTER_OP("HvdQuantRequire")

@@ -138,16 +138,21 @@ inline uint8_t check_header(Bytes payload, const std::string& codec, int64_t num
   return p[3];
 }
 
+// Checks the checksum of a payload whose header has been checked.
+inline void check_sum(Bytes payload) {
+  const uint64_t expected = load_as<uint64_t>(payload.data + 24), found = checksum(payload.data, payload.size);
+  if (found != expected)
+    throw PayloadError(format("payload has checksum 0x%016llx, its bytes give 0x%016llx: it is damaged",
+                              (unsigned long long)expected, (unsigned long long)found));
+}
+
 // Checks a whole payload but for its body's contents and returns the flags. `body_bytes` is what the codec expects, without
 // padding, which must be zero.
 inline uint8_t check(Bytes payload, const std::string& codec, int64_t numel, int64_t body_bytes) {
   const uint8_t flags = check_header(payload, codec, numel);
+  check_sum(payload);
   const uint8_t* p = payload.data;
   const int64_t body_held = payload.size - kHeaderBytes;
-  const uint64_t expected = load_as<uint64_t>(p + 24), found = checksum(p, payload.size);
-  if (found != expected)
-    throw PayloadError(format("payload has checksum 0x%016llx, its bytes give 0x%016llx: it is damaged",
-                              (unsigned long long)expected, (unsigned long long)found));
   if (flags & kFailed) throw PayloadError(failure_message(p + kHeaderBytes, body_held));
   if (body_held != padded(body_bytes))
     throw PayloadError(format("payload has a body of %lld bytes, expected %lld for %lld entries: "

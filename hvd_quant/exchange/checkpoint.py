@@ -48,19 +48,20 @@ def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | No
     try:
         tensors = {name: (kept["compressor"], int(kept["step"]), dict(kept["state"]))
                    for name, kept in state["tensors"].items()}
+        shapes = {name: {key: tuple(value.shape) for key, value in values.items()} for name, (_, _, values) in tensors.items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what "
-                         "compression_state_dict() returned") from error
+        raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what was "
+                         "saved") from error
     for name in tensors.keys() - slots.keys():
-        _log.warning("compression state of %s is dropped: the optimizer has no such parameter", name)
+        _log.warning("compression state of %s is dropped: there is no such parameter", name)
     for name, slot in slots.items():
         compressor, step, values = tensors.get(name, (slot.compressor.spec, 0, {}))
         if compressor != slot.compressor.spec:
             _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor, slot.compressor.spec)
         for key, value in slot.state.items():
-            old = values.get(key)
-            if old is None or tuple(old.shape) != tuple(value.shape):
+            old = shapes.get(name, {}).get(key)
+            if old != tuple(value.shape):
                 _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s",
-                             key, name, "none" if old is None else f"shape {tuple(old.shape)}", tuple(value.shape))
+                             key, name, "none" if old is None else f"shape {old}", tuple(value.shape))
                 values.pop(key, None)
         yield slot, step, values

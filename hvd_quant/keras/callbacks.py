@@ -13,8 +13,8 @@ from horovod.tensorflow.mpi_ops import Min
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.keras.reducing import reducing
 from hvd_quant.tensorflow.functions import broadcast_variables
-from hvd_quant.tensorflow.keras_variables import make_variables, variables_of
-from hvd_quant.tensorflow.state import plain
+from hvd_quant.tensorflow.variables import make_variables, variables_of
+from hvd_quant.tensorflow.variables import plain
 
 Callback = tf.keras.callbacks.Callback
 

@@ -25,7 +25,7 @@ import hvd_quant.keras.hooks  # noqa: F401  wraps two methods of Keras
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
 from hvd_quant.tensorflow.reducer import Gradient
-from hvd_quant.tensorflow.state import plain
+from hvd_quant.tensorflow.variables import plain
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 

@@ -17,7 +17,7 @@ import tf_keras
 
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
-from hvd_quant.tensorflow.keras_variables import make_variables, scale_of, variables_of
+from hvd_quant.tensorflow.variables import make_variables, scale_of, variables_of
 
 OldOptimizer = tf_keras.optimizers.legacy.Optimizer
 Pairs = Iterable[tuple[Any, Any]]

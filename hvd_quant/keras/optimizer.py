@@ -14,8 +14,8 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_
 
 from hvd_quant.keras.reducing import Settings, reducing
 from hvd_quant.registry import get_compressor
-from hvd_quant.tensorflow.keras_variables import make_variables
-from hvd_quant.tensorflow.tape import checked_groups, weights_of
+from hvd_quant.tensorflow.arguments import checked_groups, weights_of
+from hvd_quant.tensorflow.variables import make_variables
 
 _NONE = get_compressor("none")
 

@@ -11,7 +11,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
-from hvd_quant.tensorflow.state import plain
+from hvd_quant.tensorflow.variables import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,10 @@ except (tf.errors.OpError, RuntimeError) as error:
                       ) from error
 
 
+DAMAGED = 4
+"""Flag that :func:`flags` adds to those of :mod:`hvd_quant.wire`."""
+
+
 class Payloads(NamedTuple):
     """The payloads of all workers, one after another in rank order, as an allgather returns them.
 
@@ -125,10 +129,10 @@ def cast_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, dtype: str
 # --------------------------------------------------------------------------------------------- around encode and decode
 
 def flags(payloads: Payloads | list[tf.Tensor], codec: str, numel: int) -> tf.Tensor:
-    """The flags of all payloads (``wire.NONFINITE``, ``wire.FAILED``) in one int32, once their headers are checked."""
+    """The flags of all payloads (``wire.NONFINITE``, ``wire.FAILED``) in one int32, shape []; ``DAMAGED`` is among them where
+    one has a wrong header or checksum, of which a decoder will tell more."""
     payloads = Payloads.of(payloads)
-    return _native.hvd_quant_flags(gathered=payloads.data, world=payloads.world, codec=codec, numel=numel,
-                                   name_of=payloads.name)
+    return _native.hvd_quant_flags(gathered=payloads.data, world=payloads.world, codec=codec, numel=numel)
 
 
 def without_flags(payload: tf.Tensor) -> tf.Tensor:
@@ -141,8 +145,12 @@ def restore(residual: tf.Variable, decoded: tf.Tensor, grad: tf.Tensor) -> tf.Op
     return _native.hvd_quant_restore(grad=grad, decoded=decoded, residual=residual.handle)
 
 
-def now(x: tf.Tensor) -> tf.Tensor:
-    """The seconds of ``time.perf_counter()`` at which x became available, float64."""
+def now(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """x, and the seconds of ``time.perf_counter()`` at which it became available, float64, shape [].
+
+    The graph optimiser can't compute this in advance, nor what depends on it: a collective needs it before its input. Where that
+    is a constant, its result would become one too, on this worker alone.
+    """
     return _native.hvd_quant_now(x)
 
 

@@ -40,7 +40,8 @@ class Traced:
 
 
 class Hosted:
-    """A code in array operations: a stateful call of Python, with NumPy arrays, each time the graph runs."""
+    """A code in array operations: calls of Python with NumPy arrays each time the graph runs. Those that change state are
+    stateful, so they run one after another; decoding is not."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -68,8 +69,7 @@ class Hosted:
 
     def undo(self, flat: tf.Tensor, state: State, payload: tf.Tensor, info: TensorInfo) -> Any:
         def undo(grad: np.ndarray, payload: np.ndarray, arrays: dict[str, np.ndarray], at: TensorInfo) -> np.ndarray:
-            if not payload[3] & wire.FAILED:
-                self._compressor.undo(generic, grad, arrays, payload, at)
+            self._compressor.undo(generic, grad, arrays, payload, at)
             return payload[:0]
 
         return self._call(undo, [flat, payload], state, info)
@@ -91,7 +91,7 @@ class Hosted:
                 return np.empty(0, np.float32), f"{info.name}: {error}".encode()
 
         inputs = [payloads.data, info.step, info.rank, info.world]
-        total, error = tf.numpy_function(decode, inputs, [tf.float32, tf.string])
+        total, error = tf.numpy_function(decode, inputs, [tf.float32, tf.string], stateful=False)
         return tf.ensure_shape(ops.require(total, error), [info.numel])
 
     def _call(self, function: Callable[..., np.ndarray], tensors: list[tf.Tensor], state: State, info: TensorInfo) -> tf.Tensor:

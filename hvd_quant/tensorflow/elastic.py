@@ -17,7 +17,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import init, rank, shutdown
 
 from hvd_quant.tensorflow.functions import broadcast_variables
-from hvd_quant.tensorflow.keras_variables import make_variables, variables_of
+from hvd_quant.tensorflow.variables import make_variables, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +11,8 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn  # noqa: F401
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set
 
-from hvd_quant.tensorflow.reducer import unused_label
-from hvd_quant.tensorflow.state import plain
+from hvd_quant.tensorflow.state import COLLECTION
+from hvd_quant.tensorflow.variables import plain
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
@@ -52,3 +53,30 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: P
         return broadcast()
     tf.function(lambda: broadcast() and None, autograph=False)()
     return None
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """In a graph of TensorFlow 1, give all workers the global variables of one, but for the compression state.
+
+    Raises:
+        RuntimeError: where TensorFlow executes eagerly, as in Horovod.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError("broadcast_global_variables() is for graphs of TensorFlow 1; here use broadcast_variables(model.variables, "
+                           "root_rank)")
+    own = {id(v) for v in tf.compat.v1.get_collection(COLLECTION)}
+    return broadcast_variables([v for v in tf.compat.v1.global_variables() if id(v) not in own], root_rank)
+
+
+_uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def unused_label(label: str) -> str:
+    """``label``, or ``label_1``... if it is in use in the outermost graph that is being made: collectives of one graph that may be
+    under way together need different names, the same on all workers."""
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    uses = _uses.setdefault(graph, {})
+    uses[label] = uses.get(label, -1) + 1
+    return f"{label}_{uses[label]}" if uses[label] else label

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
-from hvd_quant.registry import get_compressor
+from hvd_quant.compressors import Compressor
+from hvd_quant.registry import get_compressor, resolve
+from hvd_quant.tensorflow.arguments import checked_groups
 from hvd_quant.tensorflow.reducer import Gradient, Reducer
-from hvd_quant.tensorflow.tape import checked_groups
 
 
 def DistributedOptimizer(
@@ -52,23 +54,29 @@ def DistributedOptimizer(
             backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
             scale_local_gradients=scale_local_gradients)
     if op == horovod.Adasum:
-        return horovod.DistributedOptimizer(optimizer, name, use_locking, device_dense, device_sparse, compression,
-                                            sparse_as_dense, backward_passes_per_step, op)
+        compression = resolve(compression)
+        if isinstance(compression, Mapping) or isinstance(compression, Compressor) and compression.name not in ("none", "fp16"):
+            raise ValueError(f"op=Adasum can't be combined with compression={compression!r}: give 'none' or 'fp16', or op=Average")
+        return horovod.DistributedOptimizer(
+            optimizer, name, use_locking, device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
+            gradient_predivide_factor, average_aggregated_gradients, groups=groups, process_set=process_set)
     wrapped = horovod.DistributedOptimizer(
         optimizer, name, use_locking, device_dense, device_sparse, horovod.Compression.none, sparse_as_dense,
         backward_passes_per_step, op, gradient_predivide_factor, average_aggregated_gradients, groups=groups,
         process_set=process_set, scale_local_gradients=scale_local_gradients)
 
+    reducers: dict[Any, Reducer] = {}
+
     def reduce(grads: Any, variables: Any, use_generic_names: bool = False) -> list[Gradient | None]:
         # The variables are known when gradients are computed, and may be others the next time.
-        if wrapped._reducer is None:
-            wrapped._reducer = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
-                                       predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
-                                       process_set=process_set)
+        key = tuple(map(id, variables))
+        if key not in reducers:
+            reducers[key] = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
+                                    predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
+                                    process_set=process_set)
         with tf.device(device_dense):
-            return wrapped._reducer.reduce(grads, variables)
+            return reducers[key].reduce(grads, variables)
 
-    wrapped._reducer = None
     wrapped._allreduce_grads = reduce
     if wrapped._agg_helper:
         wrapped._agg_helper.allreduce_grads = reduce

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +14,7 @@ from horovod.tensorflow import allreduce, mpi_ops
 from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 from tensorflow.python.ops import control_flow_util
 
+from hvd_quant import wire
 from hvd_quant.compressors import TensorInfo
 from hvd_quant.exchange import sent_bytes
 from hvd_quant.ops import tensorflow as ops
@@ -37,7 +36,7 @@ class Reducer(tf.Module):
             these (first match wins, no match goes dense), any class with Horovod's ``compress``/``decompress``, or a
             :class:`State`, whose state is then used.
         variables: TensorFlow's or Keras's, in the same order on all workers.
-        name: starts the names of the collectives.
+        name: starts the names of the collectives; a :class:`State` has its own.
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         predivide: Horovod's gradient_predivide_factor, for dense gradients; a compressed mean is the same whatever it is.
         groups: lists of variables, or a number of groups, whose exchanges start together.
@@ -48,7 +47,7 @@ class Reducer(tf.Module):
         TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
     """
 
-    def __init__(self, compression: Any, variables: Iterable[Any], *, name: str, op: int = Average, predivide: float = 1.0,
+    def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average, predivide: float = 1.0,
                  groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
                  process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -56,19 +55,19 @@ class Reducer(tf.Module):
             compression = resolve(compression)
             if op == Adasum and compression == _FP16:
                 compression = _HorovodStyle(_FP16)  # as Horovod's own: it reduces what compress() returns
-            compression = State(compression, variables, process_set)
+            compression = State(compression, variables, process_set, name)
         self.state = compression
         for slot in self.state.slots.values():
             if op not in (Average, Sum) and slot.compressor != _NONE:
                 raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the gradients "
                                  "themselves; use 'none', or op=Average")
-        self._label = re.sub(r"\W", "_", name)
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
         self._process_set = process_set
         if groups is not None and not isinstance(groups, int):
-            groups = [{self.state.slot(v).index for v in group} for group in groups]
-        untracked(self, _groups=groups, _warned=set(),
-                  _in_graph=tf.function(self._exchange_all, autograph=False, reduce_retracing=True))
+            groups = [{self.state.place(v) for v in group} for group in groups]
+        in_graph = tf.function(self._exchange_all, autograph=False, reduce_retracing=True)
+        # In a function, since models that are saved would take a tf.function that they find along.
+        untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`State.stats`."""
@@ -97,33 +96,29 @@ class Reducer(tf.Module):
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain Horovod's "
                              "collectives: pass jit_compile=False (or 'auto' to model.compile)")
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        slots = [self.state.slot(variables[i]) for i in present]
-        given = [tf.convert_to_tensor(grads[i]) if self._sparse_as_dense else grads[i] for i in present]
-        if tf.executing_eagerly():
-            reduced = self._in_graph(given, tuple(slot.info.name for slot in slots))
-        else:
-            reduced = self._exchange_all(given, tuple(slot.info.name for slot in slots))
-        for i, grad in zip(present, reduced):
-            grads[i] = grad
-        return grads
+        given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
+        for grad, variable in zip(grads, variables):
+            if grad is not None:
+                given[self.state.place(variable)] = tf.convert_to_tensor(grad) if self._sparse_as_dense else grad
+        exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
+        reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given))))
+        return [None if grad is None else reduced[self.state.place(v)] for grad, v in zip(grads, variables)]
 
-    def _exchange_all(self, grads: list[Gradient], names: tuple[str, ...]) -> list[Gradient]:
-        slots = [self.state.slots[name] for name in names]
-        grads, reduced = self._started_together(grads, slots), [None] * len(grads)
+    def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
+        grads, reduced = self._started_together(grads, places), [None] * len(grads)
         # The last first: backward makes the last layers' gradients first, and stateful operations run in program order.
         for i in reversed(range(len(grads))):
-            reduced[i] = self.exchange(slots[i], grads[i])
+            reduced[i] = self.exchange(self.state.by_place[places[i]], grads[i])
         return reduced
 
-    def _started_together(self, grads: list[Gradient], slots: list[Slot]) -> list[Gradient]:
+    def _started_together(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
         """The gradients, those of a group available once all of the group are."""
         if self._groups is None:
             return grads
         if isinstance(self._groups, int):
             groups = split_list(list(range(len(grads))), self._groups)
         else:
-            groups = [[i for i, slot in enumerate(slots) if slot.index in group] for group in self._groups]
+            groups = [[i for i, place in enumerate(places) if place in group] for group in self._groups]
         grads = list(grads)
         for group in groups:
             with tf.control_dependencies([_tensor(grads[i]) for i in group]):
@@ -132,8 +127,11 @@ class Reducer(tf.Module):
         return grads
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
-        """One gradient's exchange in the graph that is being made, chosen now or, for warm-ups and elastic jobs, when it runs."""
-        label = unused_label(re.sub(r"\W", "_", f"{self._label}_{slot.index}_{slot.info.name.rpartition('/')[2]}"))
+        """One gradient's exchange in the graph that is being made, chosen now or, for warm-ups and elastic jobs, when it runs.
+
+        Collectives are named after the slot. Its exchanges follow each other, whatever graphs they are in, since each begins
+        with reading its step and ends with counting it: so no two of a name are ever under way.
+        """
         slot.sparse = isinstance(grad, tf.IndexedSlices)
         at = {"rank": self._process_set.rank(), "world": self._process_set.size()}
         if _ELASTIC:
@@ -142,11 +140,11 @@ class Reducer(tf.Module):
         during, after = slot.kinds(max(2, self._process_set.size()))
 
         def travel(kind: str) -> Callable[[], tf.Tensor]:
-            return lambda: getattr(self, f"_{kind}")(slot, info, grad, label)
+            return lambda: getattr(self, f"_{kind}")(slot, info, grad)
 
         def exchanged() -> Gradient:
             if slot.sparse:
-                return self._sparse(slot, info, grad, label)
+                return self._sparse(slot, info, grad)
             if during == after:
                 return travel(after)()
             return tf.cond(info.step < slot.compressor.warmup, travel(during), travel(after))
@@ -161,48 +159,45 @@ class Reducer(tf.Module):
         with tf.control_dependencies([counted]):
             return tf.identity(reduced)
 
-    def _dense(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+    def _dense(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
         """Horovod's allreduce of the gradient as it is, or as a class in Horovod's style makes it."""
-        started, style = ops.now(grad), _HorovodStyle(self.state.other or _NONE)
+        given, started = _begun(grad, info)
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        wide = tf.cast(grad, tf.float32) if grad.dtype.size == 2 else grad
-        factors = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide} if self._op == Average else {}
-        reduced = allreduce(wide, op=self._op, compression=style, name=f"HorovodAllreduce_{label}", ignore_name_scope=True,
-                            process_set=self._process_set, **factors)
-        times = [started, style.encoded, style.arrived, ops.now(reduced)]
+        wide = tf.cast(given, tf.float32) if grad.dtype.size == 2 else given
+        style, factors = _HorovodStyle(self.state.horovod_style or _NONE), {}
+        if self._op == Average:
+            factors = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide}
+        reduced = allreduce(wide, op=self._op, compression=style, name=f"HorovodAllreduce_{slot.label}",
+                            ignore_name_scope=True, process_set=self._process_set, **factors)
+        reduced, decoded = ops.now(reduced)
+        times = [started, style.encoded, style.arrived, decoded]
         return self._counted(slot, info, "dense", style.bytes_sent, times, tf.cast(reduced, grad.dtype))
 
-    def _allreduce(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+    def _allreduce(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
         """A linear code: what it yields is summed by Horovod's allreduce, round by round."""
-        flat = _flat(grad)
-        rounds, total, bytes_sent, n = slot.compressor.rounds(ops, flat, slot.state, info, flat), None, 0, 0
-        started = ops.now(flat)
+        flat, started = _begun(_flat(grad), info)
+        rounds = slot.compressor.rounds(ops, flat, slot.state, info, flat)
+        total, bytes_sent, encoded = None, 0, []
         while True:
             try:
-                tensor = rounds.send(total)
+                tensor, moment = ops.now(rounds.send(total))
             except StopIteration as end:
-                mean = end.value
+                mean, decoded = ops.now(end.value)
                 break
-            encoded = ops.now(tensor) if n == 0 else encoded
-            total = mpi_ops._allreduce(tensor, op=Sum, name=f"HorovodAllreduce_{label}_{n}", ignore_name_scope=True,
-                                       process_set=self._process_set)
+            total = mpi_ops._allreduce(tensor, op=Sum, name=f"HorovodAllreduce_{slot.label}_{len(encoded)}",
+                                       ignore_name_scope=True, process_set=self._process_set)
+            total, arrived = ops.now(total)
             bytes_sent += _bytes_of(tensor)
-            n += 1
-        times = [started, encoded, ops.now(total), ops.now(mean)]
-        return self._counted(slot, info, "allreduce", bytes_sent, times, self._as(grad, mean, info, factor=self._op == Sum))
+            encoded.append(moment)
+        mean = self._as(grad, mean, info, factor=self._op == Sum)
+        return self._counted(slot, info, "allreduce", bytes_sent, [started, encoded[0], arrived, decoded], mean)
 
-    def _allgather(self, slot: Slot, info: TensorInfo, grad: tf.Tensor, label: str) -> tf.Tensor:
+    def _allgather(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
         """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
         code = (Traced if slot.compressor.native else Hosted)(slot.compressor)
-        flat = _flat(grad)
-        started = ops.now(flat)
-        with tf.control_dependencies([started]):
-            payload = code.encode(flat, slot.state, info)
-        encoded = ops.now(payload)
-        with tf.control_dependencies([encoded]):
-            gathered = mpi_ops.allgather(payload, name=f"HorovodAllgather_{label}", ignore_name_scope=True,
-                                         process_set=self._process_set)
-        arrived = ops.now(gathered)
+        flat, started = _begun(_flat(grad), info)
+        payload, encoded = ops.now(code.encode(flat, slot.state, info))
+        gathered, arrived = ops.now(self._gather(payload, slot.label))
         payloads = ops.Payloads(gathered, info.world, info.name)
         flags = ops.flags(payloads, slot.compressor.name, info.numel)
 
@@ -210,33 +205,41 @@ class Reducer(tf.Module):
             with tf.control_dependencies([code.undo(flat, slot.state, payload, info)]):
                 return tf.constant(True)
 
-        # With a non-finite value somewhere, or a worker that failed, the step is void for this tensor: nothing was sent, so
-        # nothing may leave the residual.
+        # With a value that is not finite, a worker that failed, or a damaged payload, this tensor's step is void: nothing was
+        # received, so nothing may leave the residual. In the last two cases decode then says what is wrong.
         void = flags > 0
-        undone = tf.cond(void, undo, lambda: tf.constant(True)) if slot.state else void
-        with tf.control_dependencies([undone, arrived]):
-            total = code.decode(payloads, info, self._op == Average, flat)
-        times = [started, encoded, arrived, ops.now(total)]
+        own = ops.flags([payload], slot.compressor.name, info.numel)
+        undone = tf.cond(void & (own < wire.FAILED), undo, lambda: tf.constant(True)) if slot.state else void
+        with tf.control_dependencies([undone]):
+            total, decoded = ops.now(code.decode(payloads, info, self._op == Average, flat))
+        times = [started, encoded, arrived, decoded]
         return self._counted(slot, info, "allgather", _bytes_of(payload), times, self._as(grad, total, info), void)
 
-    def _sparse(self, slot: Slot, info: TensorInfo, grad: tf.IndexedSlices, label: str) -> tf.IndexedSlices:
+    def _sparse(self, slot: Slot, info: TensorInfo, grad: tf.IndexedSlices) -> tf.IndexedSlices:
         """A sparse gradient: an allgather of its indices and one of its values."""
         if slot.compressor.name != "none" and info.name not in self._warned:
             self._warned.add(info.name)
             warnings.warn(f"the gradient of {info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
                           "compress it as a dense one", stacklevel=2)
         if self._op not in (Average, Sum):
-            raise ValueError(f"the gradient of {info.name} is sparse, which op={self._op!r} can't reduce: pass sparse_as_dense=True")
-        started = ops.now(grad.values)
-        values, indices = (mpi_ops.allgather(part, name=f"HorovodAllgather_{label}_{what}", ignore_name_scope=True,
-                                             process_set=self._process_set)
-                           for what, part in (("values", grad.values), ("indices", grad.indices)))
+            raise ValueError(f"the gradient of {info.name} is sparse, which op={self._op!r} can't reduce: pass "
+                             "sparse_as_dense=True")
+        (values, started), (indices, _) = _begun(grad.values, info), _begun(grad.indices, info)
+        bytes_sent = _bytes_of(values) + _bytes_of(indices)
+        if grad.dtype == tf.bfloat16:  # which Horovod doesn't know; its bits it can send
+            values = tf.bitcast(self._gather(tf.bitcast(values, tf.uint16), f"{slot.label}_values"), tf.bfloat16)
+        else:
+            values = self._gather(values, f"{slot.label}_values")
+        indices = self._gather(indices, f"{slot.label}_indices")
+        values, arrived = ops.now(values)
         if self._op == Average:
             values = values / tf.cast(info.world, values.dtype)
-        bytes_sent = sum(_bytes_of(part) for part in (grad.values, grad.indices))
-        arrived = ops.now(values)
         values = self._counted(slot, info, "sparse", bytes_sent, [started, started, arrived, arrived], values)
         return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+    def _gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        return mpi_ops.allgather(tensor, name=f"HorovodAllgather_{label}", ignore_name_scope=True,
+                                 process_set=self._process_set)
 
     def _as(self, grad: tf.Tensor, flat: tf.Tensor, info: TensorInfo, factor: bool = False) -> tf.Tensor:
         """A flat fp32 result, times the number of workers if ``factor``, in the shape and type of ``grad``."""
@@ -273,27 +276,22 @@ class _HorovodStyle:
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         sent, context = self._inner.compress(tensor)
-        self.encoded, self.bytes_sent = ops.now(sent), _bytes_of(sent)
+        sent, self.encoded = ops.now(sent)
+        self.bytes_sent = _bytes_of(sent)
         return sent, context
 
     def decompress(self, tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        self.arrived = ops.now(tensor)
+        tensor, self.arrived = ops.now(tensor)
         return self._inner.decompress(tensor, context)
 
 
 _ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
-_uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def unused_label(label: str) -> str:
-    """``label``, or ``label_1``... if it is in use in the outermost graph that is being made. Collectives of one graph need
-    different names, which must be the same on all workers, whatever else these have run."""
-    graph = tf.compat.v1.get_default_graph()
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-        graph = graph.outer_graph
-    uses = _uses.setdefault(graph, {})
-    uses[label] = uses.get(label, -1) + 1
-    return f"{label}_{uses[label]}" if uses[label] else label
+def _begun(tensor: tf.Tensor, info: TensorInfo) -> tuple[tf.Tensor, tf.Tensor]:
+    """A tensor that waits for its slot's exchange before, and when it was there."""
+    with tf.control_dependencies([info.step]):
+        return ops.now(tensor)
 
 
 def _flat(grad: tf.Tensor) -> tf.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange.checkpoint import restored, saved
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import resolve, selector, unmatched
+from hvd_quant.tensorflow.variables import path_of, plain
 
 _REAL = (tf.float32, tf.float16, tf.bfloat16, tf.float64)
+COLLECTION = "hvd_quant"
+"""Of a TensorFlow 1 graph: the variables that are each worker's own."""
 TIMES = ("started", "encoded", "arrived", "decoded")  # when each stage of an exchange had its result
 COSTS = ("dense_bytes", "wire_bytes", *TIMES, "void_tensors")
 
@@ -28,16 +32,16 @@ class Slot(tf.Module):
     """What is kept for one variable.
 
     Attributes:
-        index: its place among the variables.
+        label: what the names of its collectives have in common, the same on all workers.
         compressor: its compressor.
         info: what is known of it.
         state: name -> fp32 variable.
         step: int64 variable, exchanges so far.
         costs: float64 variable, totals of what ``COSTS`` names, times being sums of moments; not part of a checkpoint.
-        sparse: whether its last gradient was an uncompressed ``tf.IndexedSlices``.
+        sparse: whether its gradient was an uncompressed ``tf.IndexedSlices`` when last a graph was made.
     """
 
-    def __init__(self, index: int, name: str, variable: Any, compressor: Compressor, world: int) -> None:
+    def __init__(self, label: str, name: str, variable: Any, compressor: Compressor, world: int) -> None:
         super().__init__()
         dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
         if dtype not in _REAL and compressor.name != "none":
@@ -46,14 +50,14 @@ class Slot(tf.Module):
         if not shape.is_fully_defined():
             raise ValueError(f"variable {name} has shape {shape}; its gradient can be reduced when the shape is known: "
                              "make it with one")
-        self.index, self.compressor, self.info = index, compressor, TensorInfo.whole(name, shape)
+        self.label, self.compressor, self.info = label, compressor, TensorInfo.whole(name, shape)
         # An elastic job that starts with one worker may get more, and after the warm-up state is needed.
         compressed = self.kinds(max(2, world))[1] != "dense"
         shapes = compressor.state_shapes(self.info) if compressed else {}
-        self.state = {key: _variable(np.zeros(shape, np.float32)) for key, shape in shapes.items()}
-        self.step = _variable(np.int64(0))
+        self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in shapes.items()}
+        self.step = _variable(np.int64(0), f"{label}/step")
         self.sparse = False
-        untracked(self, costs=_variable(np.zeros(len(COSTS))))
+        untracked(self, costs=_variable(np.zeros(len(COSTS)), f"{label}/costs"))
 
     def kinds(self, world: int) -> tuple[str, str]:
         """How it travels among ``world`` workers: during its compressor's warm-up, and after it."""
@@ -68,41 +72,61 @@ class State(tf.Module):
 
     Arguments:
         compression: as in :func:`hvd_quant.registry.resolve`.
-        variables: TensorFlow's or Keras's, in the same order on all workers.
+        variables: TensorFlow's or Keras's, in the same order on all workers; one that is met again counts once.
         process_set: the workers to reduce over.
+        name: starts the names of the collectives.
+        shared: take what the variables themselves have for a compressor, and leave it there.
 
     Raises:
         TypeError: for a compression that is none, or a variable whose type can't be compressed.
         ValueError: for a variable of unknown shape.
     """
 
-    def __init__(self, compression: Any, variables: Iterable[Any], process_set: ProcessSet) -> None:
+    def __init__(self, compression: Any, variables: Iterable[Any], process_set: ProcessSet, name: str,
+                 shared: bool = False) -> None:
         super().__init__()
-        compression, variables = resolve(compression), list(variables)
+        compression = resolve(compression)
+        variables = list({id(plain(v)): v for v in variables}.values())
         in_horovods_style = not isinstance(compression, Compressor | Mapping)
         select = selector("none" if in_horovods_style else compression)
         names = _unique(path_of(v) for v in variables)
         for pattern in unmatched(compression, names):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no variable; the names are "
-                          f"{', '.join(names[:5])}, ...", stacklevel=3)
+                          f"{', '.join(names[:5])}, ...", stacklevel=5)
         world = process_set.size() if process_set.included() else 1
-        slots = [Slot(i, name, v, select(name), world) for i, (name, v) in enumerate(zip(names, variables))]
+        label = _numbered(re.sub(r"\W", "_", name))
+
+        def slot(place: int, name: str, variable: Any) -> Slot:
+            compressor, leaf = select(name), re.sub(r"\W", "_", name.rpartition("/")[2])
+            kept = vars(plain(variable)).setdefault("_hvd_quant_slots", {}) if shared else {}
+            key = (compressor, process_set.process_set_id)
+            if key not in kept:
+                kept[key] = Slot(f"{label}_{place}_{leaf}", name, variable, compressor, world)
+            return kept[key]
+
+        slots = [slot(i, name, v) for i, (name, v) in enumerate(zip(names, variables))]
         self.by_place = slots  # so checkpoints hold them, since Keras makes up other names for layers each time
-        untracked(self, slots=dict(zip(names, slots)), process_set=process_set, other=compression if in_horovods_style else None, _variables=variables,
-                  _slot_of={id(key): slot for v, slot in zip(variables, slots) for key in (v, plain(v))},
+        self.owner = Owner(self._whose)
+        untracked(self, slots=dict(zip(names, slots)), process_set=process_set, _variables=variables,
+                  horovod_style=compression if in_horovods_style else None,
+                  _places={id(key): i for i, v in enumerate(variables) for key in (v, plain(v))},
                   reducers={})  # of tapes, by their settings
 
-    def slot(self, variable: Any) -> Slot:
-        """What is kept for a variable.
+    def place(self, variable: Any) -> int:
+        """Where a variable is among those that this was made for.
 
         Raises:
-            ValueError: if it is none of those that this was made for.
+            ValueError: if it is none of them.
         """
-        slot = self._slot_of.get(id(variable)) or self._slot_of.get(id(plain(variable)))
-        if slot is None:
+        place = self._places.get(id(variable), self._places.get(id(plain(variable))))
+        if place is None:
             raise ValueError(f"{path_of(variable)} is none of the {len(self._variables)} variables that compression state was "
-                             "made for; give all variables that are trained to bind() or build()")
-        return slot
+                             "made for: give all variables that are trained when it is made (to bind(), or to the optimizer)")
+        return place
+
+    def slot(self, variable: Any) -> Slot:
+        """What is kept for a variable; raises as :meth:`place`."""
+        return self.by_place[self.place(variable)]
 
     def stats(self) -> dict[str, Any]:
         """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`. Seconds are summed over
@@ -148,38 +172,52 @@ class State(tf.Module):
         return {"rank": self.process_set.rank(), "world": self.process_set.size()}
 
 
-def state_of(compression: Any, variables: list[Any], process_set: ProcessSet) -> State:
-    """The state that a tape's compression has for ``variables``: made at their first use, and as long-lived as they are.
+class Owner(tf.Module):
+    """Puts into a checkpoint whose the state is, and lets it be restored by that worker alone."""
 
-    A tape lives for one step, so the state can't be its own. A :class:`State` (what ``bind`` returns) is returned as it is.
+    def __init__(self, whose: Callable[[], dict[str, int | None]]) -> None:
+        super().__init__()
+        untracked(self, _whose=lambda: [-1 if value is None else value for value in whose().values()])
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {"rank_and_world": tf.constant(self._whose(), tf.int64)}
+
+    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
+        if tf.executing_eagerly() and restored["rank_and_world"].numpy().tolist() != self._whose():
+            (rank, world), (own_rank, own_world) = restored["rank_and_world"].numpy().tolist(), self._whose()
+            raise ValueError(f"the compression state is of worker {rank} of {world}; this is worker {own_rank} of {own_world}: "
+                             "each worker has to save and restore its own, in a checkpoint of its own name")
+
+
+def state_of(compression: Any, variables: list[Any], process_set: ProcessSet) -> State:
+    """The state that a tape's compression has for ``variables``; a :class:`State` (what ``bind`` returns) is its own.
+
+    A tape lives for one step, so what is kept can't be its own: it is the variables', one slot for each compressor.
     """
     if isinstance(compression, State):
         return compression
     compression = resolve(compression)
-    chosen = tuple(compression.items()) if isinstance(compression, Mapping) else compression
-    states = vars(variables[0]).setdefault("_hvd_quant_states", {})
+    if isinstance(compression, Mapping):
+        chosen: Any = tuple(compression.items())
+    else:
+        chosen = compression if isinstance(compression, Compressor) else id(compression)
+    views = vars(plain(variables[0])).setdefault("_hvd_quant_states", {})
     key = (tuple(map(id, variables)), chosen, process_set.process_set_id)
-    if key not in states:
-        states[key] = State(compression, variables, process_set)
-    return states[key]
+    if key not in views:
+        while len(views) >= _MOST_VIEWS:
+            del views[next(iter(views))]
+        views[key] = State(compression, variables, process_set, "DistributedGradientTape", shared=True)
+    return views[key]
+
+
+_MOST_VIEWS = 4
+"""Sets of sources that a variable remembers as their first one. They hold graphs and other variables, but no state."""
 
 
 def untracked(module: tf.Module, **attributes: Any) -> None:
     """Set attributes that are no part of the module's checkpoints and stay what they are, where dicts would be wrapped."""
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
-
-
-def plain(variable: Any) -> Any:
-    """The tf.Variable inside a Keras 3 variable; others as they are."""
-    inner = getattr(variable, "_value", None)
-    return inner if isinstance(inner, tf.Variable) else variable
-
-
-def path_of(variable: Any) -> str:
-    """A variable's name: ``path`` for Keras 3, else ``name`` without TensorFlow's ":0"."""
-    path = getattr(variable, "path", None)
-    return path if isinstance(path, str) else str(variable.name).removesuffix(":0")
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -194,8 +232,19 @@ def _unique(names: Iterable[str]) -> list[str]:
     return list(unique)
 
 
-def _variable(value: np.ndarray) -> tf.Variable:
+_numbers: dict[str, int] = {}
+
+
+def _numbered(label: str) -> str:
+    """``label``, or ``label_1``... when it is asked for again. Workers make their states in the same order."""
+    n = _numbers[label] = _numbers.get(label, -1) + 1
+    return f"{label}_{n}" if n else label
+
+
+def _variable(value: np.ndarray, name: str) -> tf.Variable:
     """A variable on the host, where the codes run, and outside of whatever is being traced. (A tf.Variable would make
     tf.function trace twice.)"""
+    # In a graph of TensorFlow 1 it is initialised with the others, and the second collection tells it from them.
+    collections = [tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, COLLECTION]
     with tf.init_scope(), tf.device("CPU:0"):
-        return ResourceVariable(value, trainable=False)
+        return ResourceVariable(value, trainable=False, name=f"hvd_quant/{name}", collections=collections)

@@ -15,8 +15,10 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, size
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.ops import tensorflow as ops
 from hvd_quant.tensorflow.reducer import Reducer
-from hvd_quant.tensorflow.state import Slot, State, plain, untracked
+from hvd_quant.tensorflow.state import Slot, State, untracked
+from hvd_quant.tensorflow.variables import plain
 
 
 def bind(compressor: Compressor, variables: list[Any], process_set: ProcessSet | None = None) -> Bound:
@@ -38,10 +40,11 @@ class Bound(State):
     """
 
     def __init__(self, compressor: Compressor, variables: Iterable[Any], process_set: ProcessSet) -> None:
-        super().__init__(compressor, variables, process_set)
+        super().__init__(compressor, variables, process_set, "bound")
         self.compressor = compressor
-        untracked(self, _reducer=Reducer(self, [], name="bound", process_set=process_set), _next=weakref.WeakKeyDictionary())
+        untracked(self, _reducer=Reducer(self, [], process_set=process_set), _next=weakref.WeakKeyDictionary())
 
+    @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Put the exchange of the next variable's gradient into the graph.
 
@@ -51,8 +54,9 @@ class Bound(State):
         slot = self._take(tensor)
         if slot.kinds(max(2, self.process_set.size())) == ("dense", "dense"):
             return tensor, None
-        return tf.ones([1]), self._reducer.exchange(slot, tensor)
+        return ops.now(tf.ones([1]))[0], self._reducer.exchange(slot, tensor)
 
+    @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, mean: tf.Tensor | None) -> tf.Tensor:
         """The reduced gradient."""
         if mean is None:
@@ -68,7 +72,7 @@ class Bound(State):
                              "hvd_quant.tensorflow's")
         while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
             graph = graph.outer_graph
-        slots = list(self.slots.values())
+        slots = self.by_place
         for at in range(self._next.get(graph, 0), len(slots)):
             # Variables without a gradient are left out.
             if tensor.shape.is_compatible_with(slots[at].info.shape):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum, _allreduce, size
 from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _ForLegacyKeras
 
-from hvd_quant.tensorflow.reducer import unused_label
+from hvd_quant.tensorflow.functions import unused_label
 
 __all__ = ["SyncBatchNormalization"]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set, rocm_built
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
+from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor
+from hvd_quant.tensorflow.arguments import checked_groups, weights_of
 from hvd_quant.tensorflow.reducer import Reducer, local_gradient
-from hvd_quant.tensorflow.state import plain, state_of
+from hvd_quant.tensorflow.state import state_of
+from hvd_quant.tensorflow.variables import plain
 
 
+@tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(
         gradtape: tf.GradientTape,
         device_dense: str = "",
@@ -28,7 +32,7 @@ def DistributedGradientTape(
     """Wrap a tape so that ``gradient()`` returns gradients reduced over the workers, exchanged compressed.
 
     The signature is that of ``horovod.tensorflow.DistributedGradientTape``. A tape lives for one step, so what is kept between
-    steps belongs to the variables, one for each compression. To save it, bind the compressor first::
+    steps belongs to the variables, once for each compressor. To save it, bind the compressor first::
 
         compression = hvd.Compression.topk(ratio=0.01).bind(model.trainable_variables)
         checkpoint = tf.train.Checkpoint(model=model, compression=compression)  # a checkpoint a worker
@@ -55,7 +59,7 @@ def DistributedGradientTape(
         ValueError, TypeError: for a combination that can't work, as Horovod does and as :class:`Reducer` does.
     """
     groups = checked_groups(gradient_predivide_factor, op, num_groups, groups)
-    cls = type(gradtape.__class__.__name__, (_DistributedGradientTape, gradtape.__class__), {})
+    cls = _distributed(type(gradtape))
     tape = cls.__new__(cls)
     vars(tape).update(vars(gradtape), _recording=False)  # the block, if still open, is that of the other
     tape._hvd_devices = (device_dense, device_sparse)
@@ -66,6 +70,7 @@ def DistributedGradientTape(
     return tape
 
 
+@tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(
         gradtape: tf.GradientTape,
         device_dense: str = "",
@@ -125,6 +130,7 @@ class _DistributedGradientTape:
             grads = [grad if i in shared else local_gradient(grad, self._hvd_process_set) for i, grad in enumerate(grads)]
         return tf.nest.pack_sequence_as(gradients, grads, expand_composites=False)
 
+    @tf.autograph.experimental.do_not_convert
     def get_local_and_global_gradients(self, target: Any, sources: Any, output_gradients: Any = None,
                                        use_generic_names: bool = False) -> tuple[list, list]:
         """(source, gradient) pairs of the local sources, and of the others."""
@@ -134,10 +140,8 @@ class _DistributedGradientTape:
                 [pair for pair in pairs if id(plain(pair[0])) not in self._hvd_local])
 
     def compression_stats(self) -> dict[str, Any]:
-        """What the exchanges of the last ``gradient()``'s sources have cost so far on this worker."""
-        if self._hvd_reducer is None:
-            raise RuntimeError("compression_stats() is known after gradient()")
-        return self._hvd_reducer.stats()
+        """What the exchanges of the last ``gradient()``'s sources have cost so far on this worker; nothing before it."""
+        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats()
 
     def _reducer(self, variables: list[Any]) -> Reducer:
         state = state_of(self._hvd_compression, variables, self._hvd_process_set)
@@ -146,42 +150,15 @@ class _DistributedGradientTape:
         key = str({**settings, "groups": [[id(plain(v)) for v in g] for g in groups] if isinstance(groups, list) else groups,
                    "process_set": settings["process_set"].process_set_id})
         if key not in state.reducers:
-            state.reducers[key] = Reducer(state, variables, name="DistributedGradientTape", **settings)
+            state.reducers[key] = Reducer(state, variables, **settings)
         self._hvd_reducer = state.reducers[key]
         return self._hvd_reducer
 
 
+@functools.cache
+def _distributed(base: type) -> type:
+    return type(base.__name__, (_DistributedGradientTape, base), {})
+
+
 def _flat(structure: Any) -> list[Any]:
     return tf.nest.flatten(structure, expand_composites=False)
-
-
-def checked_groups(predivide: float, op: int, num_groups: int, groups: int | list[list[Any]] | None) -> Any:
-    """``groups`` as Horovod understands its older and newer arguments.
-
-    Raises:
-        ValueError: for what Horovod refuses.
-    """
-    if predivide != 1.0:
-        if rocm_built():
-            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-        if op != Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    if groups is not None and not isinstance(groups, list) and not groups > 0:
-        raise ValueError(f"groups is {groups!r}; give a positive number of groups or a list of lists of variables")
-    return groups
-
-
-def weights_of(layers: Any) -> list[Any]:
-    """The trainable weights of a Keras layer or of several.
-
-    Raises:
-        ValueError: if one of them is no Keras layer.
-    """
-    layers = [] if layers is None else list(layers) if isinstance(layers, list | tuple | set) else [layers]
-    for layer in layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"local_layers must be Keras layers; it holds {layer!r}")
-    return [variable for layer in layers for variable in layer.trainable_weights]

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_quant.keras as hvd
-from hvd_quant.tensorflow.keras_variables import make_variables
+from hvd_quant.tensorflow.variables import make_variables
 
 keras = tf.keras
 RANK, WORLD = hvd.rank(), hvd.size()

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_quant.keras as hvd
-from hvd_quant.tensorflow.keras_variables import variables_of
+from hvd_quant.tensorflow.variables import variables_of
 from tests.parallel.keras_workers import (
     RANK,
     TOPK,

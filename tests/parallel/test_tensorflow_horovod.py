@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
-from hvd_quant import Compression
+from hvd_quant import Compression, get_compressor
 from tests.conftest import CODECS
 from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, batch, train
 
@@ -82,7 +82,7 @@ def test_ready_made_compressors_in_horovods_functions():
 
 
 OURS = {"Compression", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape", "SyncBatchNormalization",
-        "broadcast_variables", "elastic", "functions", "keras", "sync_batch_norm"}
+        "broadcast_global_variables", "broadcast_variables", "elastic", "functions", "keras", "sync_batch_norm"}
 
 
 def test_the_whole_public_api_of_horovod_is_there():
@@ -153,3 +153,41 @@ def test_an_optimizer_of_tensorflow_1_that_accumulates():
                 session.run(train_op)
                 expected = -((i + 1) // 3) * 3 * np.mean([r + 1.0 for r in range(WORLD)])
                 np.testing.assert_allclose(session.run(w), np.full(300, expected), rtol=1e-6)
+
+
+def test_what_tensorflow_1_keeps_is_each_workers_own_and_carries_on():
+    targets = np.random.default_rng(RANK).normal(size=300).astype(np.float32)
+    ends = {}
+    for compression in ("none", "onebit:min_numel=0"):
+        with tf.Graph().as_default():
+            w = tf.compat.v1.get_variable("w", initializer=np.zeros(300, np.float32))
+            b = tf.compat.v1.get_variable("b", initializer=np.zeros(300, np.float32))
+            optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+            # Two lists of variables, one optimizer.
+            ops = [optimizer.minimize(tf.reduce_sum((v - targets) ** 2), var_list=[v]) for v in (w, b)]
+            broadcast = hvd.broadcast_global_variables(0)
+            residuals = [v for v in tf.compat.v1.global_variables() if v.name.endswith("/residual:0")]
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                for step in range(10):
+                    session.run(ops)
+                    if step == 2 and residuals:
+                        before = session.run(residuals[0])
+                        session.run(broadcast)
+                        np.testing.assert_array_equal(session.run(residuals[0]), before)
+                ends[compression] = session.run([w, b])
+        assert_same_everywhere(ends[compression][0])
+        v = tf.Variable(tf.zeros([300]))
+        bound = get_compressor(compression).bind([v])
+        for _ in range(10):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((v - targets) ** 2)
+            (grad,) = hvd.DistributedGradientTape(tape, compression=bound).gradient(loss, [v])
+            v.assign_sub(0.1 * grad)
+        for end in ends[compression]:  # so what the residual holds is not lost between two runs of a session
+            np.testing.assert_allclose(end, v, atol=1e-5)
+
+
+def test_adasum_in_tensorflow_1_is_refused_for_what_it_can_not_reduce():
+    with pytest.raises(ValueError, match="op=Adasum can't be combined with compression=TopK"):
+        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression="topk", op=hvd.Adasum)

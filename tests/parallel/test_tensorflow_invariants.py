@@ -143,6 +143,36 @@ def test_a_checkpoint_resumes_bit_for_bit(compressor, tmp_path):
     np.testing.assert_array_equal(second.flat(), straight.flat())
 
 
+def test_a_checkpoint_is_restored_by_its_worker_alone(tmp_path):
+    """As where worker 0 alone saves, which is right for the model."""
+    network = Network()
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0).bind(network.variables)
+    train(network, range(2), compression=state)
+    path = hvd.broadcast_object(tf.train.Checkpoint(compression=state).write(str(tmp_path / f"of-{RANK}")), name="path")
+    if RANK == 0:
+        tf.train.Checkpoint(compression=state).read(path)
+    else:
+        with pytest.raises(ValueError, match=f"is of worker 0 of {WORLD}; this is worker {RANK} of {WORLD}: each worker"):
+            tf.train.Checkpoint(compression=state).read(path)
+    hvd.broadcast_object(0, name="read")  # nobody removes its folder before
+
+
+def test_a_model_that_tracks_its_state_can_be_exported(tmp_path):
+    class Trained(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, 30])])
+        def __call__(self, x):
+            return x @ self.kernel
+
+    trained = Trained()
+    network = Network()
+    trained.kernel = network.variables[0]
+    trained.reducer = Reducer("onebit:min_numel=0", network.variables, name="test")
+    trained.reducer.reduce([tf.ones_like(v) for v in network.variables], network.variables)
+    tf.saved_model.save(trained, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    np.testing.assert_array_equal(loaded(tf.ones([2, 30])), trained(tf.ones([2, 30])))
+
+
 def test_a_dictionary_resumes_bit_for_bit_and_belongs_to_its_worker():
     straight, first, second = Network(), Network(), Network(seed=1)
     train(straight, range(6), compression="onebit:min_numel=0")

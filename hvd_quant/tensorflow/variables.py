@@ -8,6 +8,18 @@ from typing import Any
 import tensorflow as tf
 
 
+def plain(variable: Any) -> Any:
+    """The tf.Variable inside a Keras 3 variable; others as they are."""
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def path_of(variable: Any) -> str:
+    """A variable's name: ``path`` for Keras 3, else ``name`` without TensorFlow's ":0"."""
+    path = getattr(variable, "path", None)
+    return path if isinstance(path, str) else str(variable.name).removesuffix(":0")
+
+
 def variables_of(optimizer: Any) -> list[Any]:
     """What an optimizer keeps, its loss scale included, but no compression state."""
     variables = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
