@@ -227,6 +227,9 @@ class Compressor:
         Raises:
             ValueError: for parameters without names, or of no framework known here.
         """
+        if hasattr(parameters, "trainable_variables") or hasattr(parameters, "named_parameters"):
+            raise ValueError(f"bind was given a model, a {type(parameters).__name__}; give it model.named_parameters() in PyTorch "
+                             "and model.trainable_variables in TensorFlow")
         parameters = list(parameters)
         if not parameters:
             raise ValueError("bind was given no parameters; it takes model.named_parameters() in PyTorch and "

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import allreduce, rank, size
+from horovod.tensorflow import allgather_object, allreduce, rank, size
 from horovod.tensorflow.mpi_ops import Min
 
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.keras.reducing import reducing
+from hvd_quant.keras.reducing import reducing, warn_if_not_reduced
 from hvd_quant.tensorflow.functions import broadcast_variables
 from hvd_quant.tensorflow.variables import make_variables, variables_of
 from hvd_quant.tensorflow.variables import plain
@@ -50,6 +50,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local.add(id(plain(var)))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        warn_if_not_reduced(self.model)
         if not self.broadcast_done:
             if self.model.built:
                 make_variables(self.model.optimizer, self.model.trainable_variables)
@@ -76,6 +77,9 @@ class MetricAverageCallback(Callback):
 
     Arguments:
         device: device for the exchange.
+
+    Raises:
+        ValueError: at the end of an epoch, on all workers, if their metrics differ.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -87,10 +91,13 @@ class MetricAverageCallback(Callback):
             return
         names = sorted(logs)
         values = [np.asarray(logs[name], np.float64) for name in names]
+        # Numbers of other metrics would be averaged with these without an error.
+        everywhere = allgather_object(names, name="MetricAverageCallback")
+        if any(other != names for other in everywhere):
+            raise ValueError("workers can't average different metrics: " + "; ".join(
+                f"worker {worker} has {', '.join(other)}" for worker, other in enumerate(everywhere)))
         with tf.device(self.device):
-            # Of these names, so that workers with other metrics are waited for and named, and nothing else is averaged.
-            mean = allreduce(tf.constant(np.concatenate([value.reshape(-1) for value in values])),
-                             name="MetricAverageCallback." + ".".join(names)).numpy()
+            mean = allreduce(tf.constant(np.concatenate([value.reshape(-1) for value in values]))).numpy()
         for name, value, part in zip(names, values, np.split(mean, np.cumsum([value.size for value in values])[:-1])):
             logs[name] = part.reshape(value.shape) if value.shape else float(part[0])
 

@@ -22,7 +22,7 @@ from horovod.tensorflow import mpi_ops
 from keras import ops
 
 import hvd_quant.keras.hooks  # noqa: F401  wraps two methods of Keras
-from hvd_quant.keras.reducing import Reducing, Scaling, Settings, derived, undistributed
+from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
 from hvd_quant.tensorflow.reducer import Gradient
 from hvd_quant.tensorflow.variables import plain
@@ -45,9 +45,7 @@ def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings) -> ker
         made = cls(**config)
     else:
         made = derived(Distributed, type(optimizer), _hvd_settings=settings).from_config(_config(optimizer))
-        for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):  # these are in no config
-            if hasattr(optimizer, name):
-                setattr(made, name, getattr(optimizer, name))
+        copy_what_no_config_has(optimizer, made)
     if optimizer.built:
         made.build(optimizer._trainable_variables)
     for new, old in zip(made.variables, optimizer.variables):

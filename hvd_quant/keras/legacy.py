@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from hvd_quant.keras.reducing import Reducing, Scaling, Settings, derived, undistributed
+from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
 from hvd_quant.tensorflow.variables import make_variables, scale_of, variables_of
 
@@ -43,7 +43,11 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
         config["learning_rate"] = learning_rate
     cls = derived(DistributedOld if old_kind else DistributedNew, type(optimizer), _hvd_settings=settings)
     made = cls.from_config(config)
-    vars(made)["_hvd_values"] = [v.numpy() for v in variables_of(optimizer)]
+    copy_what_no_config_has(optimizer, made)
+    values, there = [v.numpy() for v in variables_of(optimizer)], variables_of(made)
+    for variable, value in zip(there, values):
+        variable.assign(value)
+    vars(made)["_hvd_values"] = dict(list(enumerate(values))[len(there):])
     return made
 
 
@@ -52,8 +56,8 @@ class Distributed(Reducing):
 
     _hvd_window: Window | None = None
     _hvd_reduced = False
-    _hvd_values: list[Any] | None = None
-    """Of the variables of the optimizer that this was made from, until this has its own."""
+    _hvd_values: dict[int, Any] = {}
+    """By place, those of the variables that the optimizer had from which this was made and that this has yet to make."""
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
         """Reduce gradients that are about to be applied and are not reduced yet."""
@@ -128,10 +132,10 @@ class Distributed(Reducing):
         return getattr(self, "_is_wrapped_by_loss_scale_optimizer", False)
 
     def _hvd_take_values(self, variables: list[tf.Variable]) -> None:
-        if self._hvd_values is not None and len(self._hvd_values) <= len(variables):
-            for variable, value in zip(variables, self._hvd_values):
-                variable.assign(value)
-            vars(self)["_hvd_values"] = None
+        if self._hvd_values and max(self._hvd_values) < len(variables):
+            for place, value in self._hvd_values.items():
+                variables[place].assign(value)
+            vars(self)["_hvd_values"] = {}
 
 
 class DistributedNew(Distributed):

@@ -13,8 +13,9 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
 from hvd_quant.keras.reducing import Settings, reducing
-from hvd_quant.registry import get_compressor
+from hvd_quant.registry import get_compressor, resolve, selector
 from hvd_quant.tensorflow.arguments import checked_groups, weights_of
+from hvd_quant.tensorflow.state import State
 from hvd_quant.tensorflow.variables import make_variables
 
 _NONE = get_compressor("none")
@@ -76,6 +77,10 @@ def DistributedOptimizer(
     if not (isinstance(backward_passes_per_step, int) and backward_passes_per_step > 0):
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step!r}; give a number, 1 or more")
     groups = checked_groups(gradient_predivide_factor, op, num_groups, groups)
+    if not isinstance(compression, State):
+        compression = resolve(compression)
+        if isinstance(compression, Mapping):
+            selector(compression)  # raises for what can't be in one
     return _frontend(optimizer).distribute(optimizer, Settings(
         name, device_dense, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
         average_aggregated_gradients, groups, process_set, scale_local_gradients))

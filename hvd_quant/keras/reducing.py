@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import ProcessSet
+from horovod.tensorflow.mpi_ops import ProcessSet, size
 
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
@@ -143,6 +144,22 @@ def undistributed(optimizer: Any) -> None:
     if reducing(optimizer) is not None:
         raise ValueError(f"this {type(optimizer).__name__} is distributed already: give DistributedOptimizer the one "
                          "that it was made from")
+
+
+def copy_what_no_config_has(old: Any, new: Any) -> None:
+    """Take over which variables have no weight decay."""
+    for name, value in vars(old).items():
+        if name.startswith("_exclude_from_weight_decay"):
+            setattr(new, name, value)
+
+
+def warn_if_not_reduced(model: Any) -> None:
+    """Warn of a model whose workers train apart: copies of a distributed optimizer, and models that were loaded with it, are
+    what they would be without this package."""
+    if size() > 1 and model.optimizer is not None and reducing(model.optimizer) is None:
+        warnings.warn(f"this model's optimizer, a {type(model.optimizer).__name__}, is not distributed, so each worker trains a model of "
+                      "its own unless its train_step reduces gradients: compile it with hvd.DistributedOptimizer(optimizer), or load it "
+                      "with hvd.load_model", stacklevel=2)
 
 
 def derived(mixin: type, base: type, **attributes: Any) -> type:

@@ -63,7 +63,7 @@ class Hosted:
                 return encode(grad, arrays, at)
             except Exception as error:
                 arrays.update(before)
-                return wire.failure(compressor.name, at.numel, at.rank, f"{at.name}: {type(error).__name__}: {error}")
+                return wire.failure(compressor.name, at.numel, at.rank, f"{type(error).__name__}: {error}")
 
         return self._call(with_failures, [flat], state, info)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-import hvd_quant.keras
+import hvd_quant.keras  # noqa: F401
 
 for _name, _module in list(sys.modules.items()):
     if _name.startswith("hvd_quant.keras"):

@@ -306,8 +306,7 @@ class AllGather(Exchange):
                 raise TypeError(f"{compressor.name}.encode returned {_kind(payload)}, expected a 1-D uint8 tensor")
             return payload.contiguous(), None
         except Exception as error:
-            reason = f"{self._info.name}: {type(error).__name__}: {error}"
-            payload = wire.failure(compressor.name, self._info.numel, self._info.rank, reason)
+            payload = wire.failure(compressor.name, self._info.numel, self._info.rank, f"{type(error).__name__}: {error}")
             return torch.from_numpy(payload).to(self.grad.device), error
 
     def _undo(self) -> None:

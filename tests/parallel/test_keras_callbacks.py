@@ -156,3 +156,17 @@ def test_the_best_model_is_kept(only_weights, tmp_path):
     else:
         best = keras.models.load_model(callback.filepath)
     np.testing.assert_array_equal(flat(best), flat(model))
+
+
+def test_workers_with_other_metrics_are_told_of_on_all_of_them():
+    model = network()
+    model.compile(hvd.DistributedOptimizer(SGD(0.1)), "mse", metrics=["mae" if RANK == 0 else "mape"])
+    with pytest.raises(ValueError, match="can't average different metrics: worker 0 has loss, ma.*; worker 1 has loss, ma"):
+        fit(model, callbacks=[hvd.callbacks.MetricAverageCallback()])
+
+
+def test_a_copy_of_a_model_that_trains_apart_is_warned_about():
+    model = network()
+    model.compile(SGD(0.1), "mse")
+    with pytest.warns(UserWarning, match="optimizer, a SGD, is not distributed, so each worker trains a model of its own"):
+        fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])

@@ -211,3 +211,29 @@ def test_layers():
     fit(local, optimizer, batches=1)
     assert_same_everywhere(np.concatenate([w.ravel() for w in local.layers[0].get_weights()]))
     assert len(optimizer.compression_stats()["exchanges"]["dense"]) == 2
+
+
+@both_kinds
+def test_a_checkpoint_that_is_restored_before_the_first_step_counts_on(kind, tmp_path):
+    def compiled():
+        model = network()
+        model.compile(hvd.DistributedOptimizer(kind.Adam(0.01), compression=TOPK), "mse")
+        return model
+
+    straight, first, second = compiled(), compiled(), compiled()
+    for model, epochs in ((straight, 2), (first, 1)):
+        fit(model, epochs=epochs)
+    path = tf.train.Checkpoint(model=first, optimizer=first.optimizer).write(str(tmp_path / f"of-{RANK}"))
+    tf.train.Checkpoint(model=second, optimizer=second.optimizer).read(path)
+    fit(second)
+    assert int(second.optimizer.iterations) == int(straight.optimizer.iterations) == 8
+    np.testing.assert_array_equal(flat(second), flat(straight))
+
+
+def test_what_has_no_weight_decay_still_has_none():
+    model = network()
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    distributed = hvd.DistributedOptimizer(optimizer)
+    distributed.build(model.trainable_variables)
+    assert [distributed._use_weight_decay(v) for v in model.trainable_variables] == [True, False, True, False]

@@ -361,7 +361,7 @@ def test_flags():
                                ([infinite, failed], wire.NONFINITE | wire.FAILED)):
         assert ops.flags(payloads, "onebit", 9) == expected
     flipped = good.numpy()
-    flipped[50] ^= 1
+    flipped[40] ^= 1
     for payloads, codec, numel in (([good], "topk", 9), ([good], "onebit", 8), ([good[:-8]], "onebit", 9),
                                    ([good, flipped], "onebit", 9), ([good[:5]], "onebit", 9)):
         assert ops.flags(payloads, codec, numel) == ops.DAMAGED
