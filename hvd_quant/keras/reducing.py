@@ -157,9 +157,9 @@ def warn_if_not_reduced(model: Any) -> None:
     """Warn of a model whose workers train apart: copies of a distributed optimizer, and models that were loaded with it, are
     what they would be without this package."""
     if size() > 1 and model.optimizer is not None and reducing(model.optimizer) is None:
-        warnings.warn(f"this model's optimizer, a {type(model.optimizer).__name__}, is not distributed, so each worker trains a model of "
-                      "its own unless its train_step reduces gradients: compile it with hvd.DistributedOptimizer(optimizer), or load it "
-                      "with hvd.load_model", stacklevel=2)
+        warnings.warn(f"this model's optimizer, a {type(model.optimizer).__name__}, is not distributed, so each worker trains a "
+                      "model of its own unless its train_step reduces gradients: compile it with "
+                      "hvd.DistributedOptimizer(optimizer), or load it with hvd.load_model", stacklevel=2)
 
 
 def derived(mixin: type, base: type, **attributes: Any) -> type:

@@ -47,8 +47,8 @@ class Reducer(tf.Module):
         TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
     """
 
-    def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average, predivide: float = 1.0,
-                 groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
+    def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average,
+                 predivide: float = 1.0, groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
                  process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
         if not isinstance(compression, State):
@@ -85,6 +85,10 @@ class Reducer(tf.Module):
     def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
         """The reduced gradients, eagerly or in the graph that is being traced; None stays None.
 
+        Arguments:
+            grads: of real floating point, each of its variable's shape; ``tf.IndexedSlices`` too.
+            variables: whose they are.
+
         Raises:
             ValueError: for a variable without state here, and where XLA would compile the collectives.
             tf.errors.DataLossError: when run, on every worker, for a payload that is damaged, foreign, or says that its
@@ -94,8 +98,8 @@ class Reducer(tf.Module):
         if not _ELASTIC and (not self._process_set.included() or self._process_set.size() == 1):
             return grads
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain Horovod's "
-                             "collectives: pass jit_compile=False (or 'auto' to model.compile)")
+            raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
+                             "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
         given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
         for grad, variable in zip(grads, variables):
             if grad is not None:
@@ -219,8 +223,8 @@ class Reducer(tf.Module):
         """A sparse gradient: an allgather of its indices and one of its values."""
         if slot.compressor.name != "none" and info.name not in self._warned:
             self._warned.add(info.name)
-            warnings.warn(f"the gradient of {info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
-                          "compress it as a dense one", stacklevel=2)
+            warnings.warn(f"the gradient of {info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True "
+                          "to compress it as a dense one", stacklevel=2)
         if self._op not in (Average, Sum):
             raise ValueError(f"the gradient of {info.name} is sparse, which op={self._op!r} can't reduce: pass "
                              "sparse_as_dense=True")
@@ -300,8 +304,8 @@ def _flat(grad: tf.Tensor) -> tf.Tensor:
 
 def _bytes_of(tensor: tf.Tensor) -> float | tf.Tensor:
     """A tensor's bytes, as float64 where they are known only when the graph runs."""
-    numel = tensor.shape.num_elements()
-    return float(tensor.dtype.size * numel) if numel is not None else tf.cast(tensor.dtype.size * tf.size(tensor, tf.int64), tf.float64)
+    numel, size = tensor.shape.num_elements(), tensor.dtype.size
+    return float(size * numel) if numel is not None else tf.cast(size * tf.size(tensor, tf.int64), tf.float64)
 
 
 def _tensor(grad: Gradient) -> tf.Tensor:

@@ -142,7 +142,8 @@ class State(tf.Module):
             stats.decode_seconds += costs["decoded"] - costs["arrived"]
             during, after = slot.kinds(world)
             if slot.step > 0:
-                stats.exchanges[name] = "sparse" if slot.sparse else during if slot.step <= slot.compressor.warmup else after
+                warming_up = slot.step <= slot.compressor.warmup
+                stats.exchanges[name] = "sparse" if slot.sparse else during if warming_up else after
         stats.void_tensors = round(stats.void_tensors)
         return stats.as_dict()
 

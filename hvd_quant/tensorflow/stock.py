@@ -26,8 +26,8 @@ def bind(compressor: Compressor, variables: list[Any], process_set: ProcessSet |
     variables = [v[1] if isinstance(v, tuple) and len(v) == 2 else v for v in variables]
     for v in variables:
         if not isinstance(plain(v), tf.Variable):
-            raise ValueError("bind takes variables such as model.trainable_variables, the ones that the optimizer or tape gets; it "
-                             f"was given a {type(v).__name__}")
+            raise ValueError("bind takes variables such as model.trainable_variables, the ones that the optimizer or tape "
+                             f"gets; it was given a {type(v).__name__}")
     return Bound(compressor, variables, process_set or global_process_set)
 
 
@@ -68,8 +68,8 @@ class Bound(State):
         """That of the next variable, in the graph that is being made, whose gradient ``tensor`` can be."""
         graph = getattr(tensor, "graph", None) if not tf.executing_eagerly() else None
         if graph is None:
-            raise ValueError("a bound compressor is for gradients of Horovod's tape or optimizer; for collectives of your own use "
-                             "hvd_quant.tensorflow's")
+            raise ValueError("a bound compressor is for gradients of Horovod's tape or optimizer; for collectives of your "
+                             "own pass none or fp16")
         while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
             graph = graph.outer_graph
         slots = self.by_place
@@ -79,8 +79,8 @@ class Bound(State):
                 self._next[graph] = at + 1
                 return slots[at]
         raise ValueError(
-            f"a tensor of shape {tensor.shape} is not the gradient of a variable that {self.compressor.spec} was bound to and that "
-            "comes next: bind the sources of the tape, all of them and in their order")
+            f"a tensor of shape {tensor.shape} is not the gradient of a variable that {self.compressor.spec} was bound to "
+            "and that comes next: bind the sources of the tape, all of them and in their order")
 
 
 def compress_half(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
