@@ -18,7 +18,7 @@ from hvd_quant import wire
 from hvd_quant.compressors import TensorInfo
 from hvd_quant.exchange import sent_bytes
 from hvd_quant.ops import tensorflow as ops
-from hvd_quant.registry import get_compressor, resolve
+from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow.codes import Hosted, Traced
 from hvd_quant.tensorflow.state import COSTS, TIMES, Slot, State, untracked
 
@@ -51,16 +51,11 @@ class Reducer(tf.Module):
                  predivide: float = 1.0, groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
                  process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
-        if not isinstance(compression, State):
-            compression = resolve(compression)
-            if op == Adasum and compression == _FP16:
-                compression = _HorovodStyle(_FP16)  # as Horovod's own: it reduces what compress() returns
-            compression = State(compression, variables, process_set, name)
-        self.state = compression
+        self.state = compression if isinstance(compression, State) else State(compression, variables, process_set, name)
         for slot in self.state.slots.values():
-            if op not in (Average, Sum) and slot.compressor != _NONE:
-                raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the gradients "
-                                 "themselves; use 'none', or op=Average")
+            if op not in (Average, Sum) and slot.compressor not in ((_NONE, _FP16) if op == Adasum else (_NONE,)):
+                raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the "
+                                 "gradients themselves; use 'none', or op=Average")
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
         self._process_set = process_set
         if groups is not None and not isinstance(groups, int):
@@ -142,6 +137,8 @@ class Reducer(tf.Module):
             at = {"rank": mpi_ops.rank_op(), "world": mpi_ops.size_op(self._process_set.process_set_id)}
         info = dataclasses.replace(slot.info, step=slot.step.read_value(), **at)
         during, after = slot.kinds(max(2, self._process_set.size()))
+        if self._op not in (Average, Sum):
+            during = after = "dense"
 
         def travel(kind: str) -> Callable[[], tf.Tensor]:
             return lambda: getattr(self, f"_{kind}")(slot, info, grad)
@@ -168,7 +165,9 @@ class Reducer(tf.Module):
         given, started = _begun(grad, info)
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
         wide = tf.cast(given, tf.float32) if grad.dtype.size == 2 else given
-        style, factors = _HorovodStyle(self.state.horovod_style or _NONE), {}
+        # Adasum reduces fp16 as Horovod does: what compress() returns.
+        style = _HorovodStyle(self.state.horovod_style or (slot.compressor if self._op == Adasum else _NONE))
+        factors = {}
         if self._op == Average:
             factors = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide}
         reduced = allreduce(wide, op=self._op, compression=style, name=f"HorovodAllreduce_{slot.label}",
