@@ -25,3 +25,13 @@ def threads_per_worker(local_size: int) -> int:
     """Threads for one of ``local_size`` workers on this host: their share of the cores, unless OMP_NUM_THREADS says it."""
     wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(wished) if wished.isdigit() else max(1, len(os.sched_getaffinity(0)) // local_size)
+
+
+def share_machine_in_tensorflow(workers: int) -> None:
+    """Give this worker's TensorFlow its share of the cores, and no GPU: several workers would each take all of its memory."""
+    import tensorflow as tf
+
+    threads = threads_per_worker(workers)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf.config.set_visible_devices([], "GPU")

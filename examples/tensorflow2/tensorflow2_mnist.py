@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import arguments as command_line, job  # noqa: E402
 from common.datasets import Dataset, Split  # noqa: E402
 from common.keras_nets import build, build_optimizer  # noqa: E402
-from common.process import keep_freed_memory, threads_per_worker  # noqa: E402
+from common.process import keep_freed_memory, share_machine_in_tensorflow  # noqa: E402
 from common.progress import Progress  # noqa: E402
 from common.results import Run  # noqa: E402
 
@@ -85,10 +85,7 @@ def main() -> None:
     hvd.init()
     arguments = command_line.parse(__doc__, speak=hvd.rank() == 0)
     keep_freed_memory()
-    threads = threads_per_worker(hvd.local_size())
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
-    tf.config.set_visible_devices([], "GPU")  # several workers would each take all of its memory
+    share_machine_in_tensorflow(hvd.local_size())
     job.run(hvd, arguments, total, train)
 
 
