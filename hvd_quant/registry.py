@@ -67,7 +67,8 @@ def get_compressor(spec: str | Compressor) -> Compressor:
     """The compressor that a spec string describes: ``name`` or ``name:knob=value,knob=value``.
 
     Example: ``get_compressor("topk:ratio=0.01,values=float16")``. A compressor is returned as it is, and its ``spec`` is
-    the string that gives it back.
+    the string that gives it back. ``auto:`` before a spec string stands for ``only_if_faster=true``, ``auto`` alone for
+    ``topk:only_if_faster=true``.
 
     Raises:
         ValueError: for an unknown name or knob, or a value that is not accepted, saying which are.
@@ -79,6 +80,8 @@ def get_compressor(spec: str | Compressor) -> Compressor:
         spec = spec.name  # Horovod's own compressors are passed as classes, so people leave the parentheses out
     if not isinstance(spec, str):
         raise TypeError(f"a compressor or a spec string such as 'topk:ratio=0.01' is expected, not {spec!r}")
+    if spec.partition(":")[0].strip() == "auto":
+        return dataclasses.replace(get_compressor(spec.partition(":")[2] or "topk"), only_if_faster=True)
     name, _, knobs = spec.partition(":")
     cls = compressor_class(name.strip())
     types = typing.get_type_hints(cls)
@@ -147,9 +150,14 @@ def unmatched(compression: Any, names: Iterable[str]) -> list[str]:
 
 
 class Compression:
-    """The compressors by name: ``Compression.topk(ratio=0.01)``; ``none``, ``fp16`` and ``bf16`` are ready-made ones."""
+    """The compressors by name: ``Compression.topk(ratio=0.01)``; ``none``, ``fp16`` and ``bf16`` are ready-made ones, and
+    ``auto`` compresses only where that is faster."""
 
     _ready = ("none", "fp16", "bf16")
+
+    @property
+    def auto(self) -> Compressor:
+        return get_compressor("auto")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -21,6 +21,7 @@ a word, and can be computed with array operations on any device. It is no protec
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 import zlib
 from typing import Any, NamedTuple
@@ -156,34 +157,48 @@ def failure(codec: str, numel: int, rank: int, reason: str) -> np.ndarray:
 
 def failure_message(payload: bytes) -> str:
     """The sentence that every worker raises for a payload made by :func:`failure`."""
-    body = payload[HEADER_BYTES:]
-    if len(body) < _FAILURE.size:
+    rank, reason = failure_of(payload)
+    if rank < 0:
         return "a worker failed to encode its gradient and its reason is damaged"
+    return f"worker {rank} failed to encode its gradient: {reason}"
+
+
+def failure_of(payload: Any) -> tuple[int, str]:
+    """The rank and the reason in a payload made by :func:`failure`."""
+    body = (payload if isinstance(payload, bytes) else host_bytes(payload))[HEADER_BYTES:]
+    if len(body) < _FAILURE.size:
+        return -1, "its reason is damaged"
     rank, length = _FAILURE.unpack_from(body)
-    text = body[_FAILURE.size:_FAILURE.size + length].decode(errors="replace")
-    return f"worker {rank} failed to encode its gradient: {text}"
+    return rank, body[_FAILURE.size:_FAILURE.size + length].decode(errors="replace")
 
 
-def split(payloads: Any, world: int) -> list[Any]:
-    """Cut what an allgather returned into one payload a worker, as their headers tell.
+def split(payloads: Any, count: int, sizes: list[int] | None = None) -> list[Any]:
+    """Cut what a collective returned into payloads, as their headers tell.
 
-    Where the headers make no sense it is cut evenly, so that decoding can say what is wrong with which field.
+    Where the headers make no sense it is cut into the sizes that are expected, so that decoding can say what is wrong with
+    which field.
 
     Arguments:
-        payloads: uint8, 1-D, the workers' payloads in rank order.
-        world: number of workers.
+        payloads: uint8, 1-D, payloads one after another.
+        count: how many there are.
+        sizes: bytes of each that are expected; all alike where None.
 
     Raises:
-        PayloadError: if it can't be cut into ``world`` payloads.
+        PayloadError: if it can't be cut into ``count`` payloads.
     """
-    total, parts, start = payloads.shape[0], [], 0
-    while start + HEADER_BYTES <= total and len(parts) < world:
-        stop = start + HEADER_BYTES + _HEADER.unpack(host_bytes(payloads[start:start + HEADER_BYTES]))[5]
-        parts.append(payloads[start:min(stop, total)])
-        start = stop
-    if len(parts) == world and start == total:
-        return parts
-    if total % world == 0 and total >= world * HEADER_BYTES:
-        return [payloads[i:i + total // world] for i in range(0, total, total // world)]
-    raise PayloadError(f"{world} workers sent {total} bytes whose headers tell other lengths: a payload is damaged, or "
-                       "compression settings differ between workers")
+    total = payloads.shape[0]
+    on_host = not hasattr(payloads, "cpu") or payloads.device.type == "cpu"
+    head = memoryview(np.asarray(payloads)) if on_host else None
+    bounds = [0]
+    while bounds[-1] + HEADER_BYTES <= total and len(bounds) <= count:
+        start = bounds[-1]
+        header = head[start:start + HEADER_BYTES] if on_host else host_bytes(payloads[start:start + HEADER_BYTES])
+        bounds.append(start + HEADER_BYTES + _HEADER.unpack(header)[5])
+    if len(bounds) != count + 1 or bounds[-1] != total:
+        if sizes is None:
+            sizes = [total // count] * count if count and total % count == 0 and total >= count * HEADER_BYTES else []
+        bounds = list(itertools.accumulate(sizes, initial=0))
+        if len(bounds) != count + 1 or bounds[-1] != total:
+            raise PayloadError(f"{count} payloads came as {total} bytes whose headers tell other lengths: a payload is damaged, "
+                               "or compression settings differ between workers")
+    return [payloads[start:stop] for start, stop in itertools.pairwise(bounds)]

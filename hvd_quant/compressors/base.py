@@ -13,7 +13,7 @@ import numpy as np
 Array = Any
 """A flat vector of whatever framework ``ops`` belongs to."""
 
-EXCHANGES = ("auto", "allreduce", "allgather")
+EXCHANGES = ("auto", "allreduce", "allgather", "sra")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ class Compressor:
     uint8 ones, and ``ops`` is one of ``hvd_quant.ops.{generic, torch, tensorflow}``, which share all their names.
 
     Arguments:
-        exchange: "allgather" (every worker gets every payload), "allreduce" (linear codes only), or "auto".
+        exchange: "allgather" (every worker gets every payload), "sra" (scatter-reduce-allgather: each worker reduces a part of
+            every tensor for all and encodes the mean again), "allreduce" (linear codes only), or "auto", which goes by what
+            they cost on this network and machine.
+        only_if_faster: exchange dense or fp16 gradients instead where that takes less time.
+        hierarchical: average the gradients of the workers on one host first, uncompressed, and exchange between hosts.
         memory: "error_feedback" keeps what was not sent and adds it to the next gradient; "none" forgets it.
         warmup: exchange dense gradients for this many steps first.
         min_numel: tensors with fewer entries go dense. So do those whose payload would not be smaller.
@@ -83,6 +87,8 @@ class Compressor:
     called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
 
     exchange: str = "auto"
+    only_if_faster: bool = False
+    hierarchical: bool = False
     memory: str = "error_feedback"
     warmup: int = 0
     min_numel: int = 4096
@@ -95,8 +101,10 @@ class Compressor:
         cls.native = vars(cls).get("native", False)
 
     def __post_init__(self) -> None:
-        exchanges = [e for e in EXCHANGES if self.linear or e != "allreduce"]
+        exchanges = [e for e in EXCHANGES if e != "allreduce" or self.linear]
         self.require("exchange", one_of(exchanges), lambda x: x in exchanges)
+        for switch in ("only_if_faster", "hierarchical"):
+            self.require(switch, "True or False", lambda x: isinstance(x, bool))
         self.require("memory", one_of(["error_feedback", "none"]), lambda x: x in ("error_feedback", "none"))
         self.require("warmup", "a whole number of steps, 0 or more", lambda x: is_int(x) and x >= 0)
         self.require("min_numel", "a whole number of entries, 0 or more", lambda x: is_int(x) and x >= 0)

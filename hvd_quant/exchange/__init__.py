@@ -4,48 +4,63 @@ from __future__ import annotations
 
 from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo
+from hvd_quant.exchange import cost
+from hvd_quant.exchange.ranges import ranges
 
 MPI_COUNT_LIMIT = 2**31
+"""Bytes that a collective over MPI can't reach, since it counts them in 32 bits."""
 
 
 def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
-    """The exchange for a tensor: "dense", "allreduce" or "allgather".
+    """The exchange for a tensor: "dense", "allreduce", "allgather" or "sra".
 
     Dense are tensors below the compressor's ``min_numel``, those whose payload would not be smaller, those of the
     warm-up, and all where there is one worker. The choice depends only on what is the same on all workers.
 
     Arguments:
+        compressor: where its exchange is "auto", :func:`hvd_quant.exchange.cost.decide` chooses for this tensor alone.
         mpi: whether the collectives may run over MPI.
 
     Raises:
-        ValueError: if the gathered payloads would not fit into the 32-bit counts of MPI's allgather.
+        ValueError: if what one collective moves would not fit into the 32-bit counts of MPI.
     """
-    if info.world == 1:
+    if info.world == 1 or info.step < compressor.warmup or not compressible(compressor, info):
         return "dense"
     exchange = compressor.exchange
     if exchange == "auto":
-        if compressor.name == "none":
-            return "dense"
-        exchange = "allreduce" if compressor.linear else "allgather"
-    if info.step < compressor.warmup or info.numel < compressor.min_numel:
-        return "dense"
+        exchange = cost.decide(compressor, [info], cost.TYPICAL, mpi).exchange
     payload = compressor.payload_bytes(info)
-    travelling = payload - wire.HEADER_BYTES if exchange == "allreduce" else payload
-    if travelling >= 4 * info.numel and compressor.name != "none":
-        return "dense"
-    if mpi and exchange == "allgather" and payload * info.world >= MPI_COUNT_LIMIT:
+    if mpi and gathered_bytes(exchange, payload, info.world) >= MPI_COUNT_LIMIT:
         raise ValueError(
             f"{info.name}: payloads of {payload} bytes from {info.world} workers are more than the 2^31 bytes that an "
-            "allgather over MPI can move; use Gloo, or choose a smaller payload for it, for example "
+            f"{exchange} over MPI can move; use Gloo, or choose a smaller payload for it, for example "
             f"{{{info.name!r}: 'topk:ratio=0.001'}}")
     return exchange
+
+
+def compressible(compressor: Compressor, info: TensorInfo) -> bool:
+    """Whether a tensor travels compressed at all once the warm-up is over, by its size."""
+    if compressor.name == "none":
+        return compressor.exchange != "auto"
+    bare = compressor.linear and compressor.exchange in ("auto", "allreduce")
+    payload = compressor.payload_bytes(info) - (wire.HEADER_BYTES if bare else 0)
+    return info.numel >= compressor.min_numel and payload < 4 * info.numel
+
+
+def gathered_bytes(exchange: str, payload: int, world: int) -> int:
+    """Bytes that the largest collective of an exchange leaves on each worker."""
+    return {"allgather": payload * world, "sra": payload}.get(exchange, 0)
 
 
 def sent_bytes(exchange: str, payload: float, world: int) -> float:
     """Bytes that one worker sends to the others for a payload of that many bytes.
 
-    A ring allreduce sends 2 P (n - 1) / n, a ring allgather P (n - 1); sparse gradients are allgathered.
+    A ring allreduce sends 2 P (n - 1) / n, and so does "sra": P (n - 1) / n to the owners and as much of what was reduced.
+    A ring allgather sends P (n - 1); sparse gradients are allgathered.
     """
     if exchange in ("allgather", "sparse"):
         return payload * (world - 1)
     return 2 * payload * (world - 1) / world
+
+
+__all__ = ["MPI_COUNT_LIMIT", "choose", "compressible", "gathered_bytes", "ranges", "sent_bytes"]

@@ -1,0 +1,187 @@
+"""What an exchange costs on this network and machine, and which is the cheapest.
+
+The seconds of a collective are interpolated between sizes that were measured, those of encoding and decoding are
+proportional to the number of entries. All workers hold the same figures, so they choose alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from hvd_quant.compressors.base import Compressor, TensorInfo
+from hvd_quant.compressors.half import FP16
+from hvd_quant.compressors.none import NoCompression
+
+_log = logging.getLogger("hvd_quant")
+
+COLLECTIVES = ("allreduce", "allreduce_fp16", "allgather", "alltoall")
+"""What is timed. Horovod adds fp16 up in other code than fp32: over Gloo it takes longer for half the bytes."""
+SAMPLE = 2**21
+"""Entries on which encoding and decoding are timed: more than caches hold."""
+_SIZES = [2**k for k in range(10, 25, 2)]  # bytes that a worker gives to a collective: 1 KiB to 16 MiB
+_ENOUGH = 0.03  # seconds: once a collective takes this long, larger ones take proportionally longer
+_LARGE = 2**20
+_REPEATS = 5
+_LITTLE = 4096
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of a code.
+
+    Attributes:
+        encode, decode_all, decode_one: an entry, of encoding, of decoding the sum of all workers' payloads, and one payload.
+        call: of encoding and decoding next to nothing, whatever the number of entries.
+    """
+
+    encode: float
+    decode_all: float
+    decode_one: float
+    call: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured.
+
+    Attributes:
+        collectives: for each of ``COLLECTIVES``, (bytes that a worker gives, seconds), ascending.
+        rates: of a compressor by its spec without exchange, warm-up and the like; see :func:`key_of`.
+    """
+
+    collectives: Mapping[str, tuple[tuple[float, float], ...]]
+    rates: Mapping[str, Rates] = field(default_factory=dict)
+
+    def collective(self, kind: str, nbytes: float) -> float:
+        """Seconds of a collective to which each worker gives so many bytes."""
+        sizes, seconds = zip(*self.collectives[kind])
+        if nbytes <= sizes[-1]:
+            return float(np.interp(nbytes, sizes, seconds))
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        return seconds[-1] + max(slope, 0.0) * (nbytes - sizes[-1])
+
+    def exchange(self, compressor: Compressor, infos: Iterable[TensorInfo]) -> float:
+        """Seconds that tensors need which travel together, compressed like this, by the compressor's exchange."""
+        infos = list(infos)
+        entries, world = sum(info.numel for info in infos), infos[0].world
+        if compressor.name == "none":
+            return self.collective("allreduce", 4 * entries)
+        rates = self.rates.get(key_of(compressor), _UNKNOWN)
+        payload = sum(compressor.payload_bytes(info) for info in infos)
+        calls = len(infos) * rates.call
+        if compressor.exchange == "allreduce":
+            collective = "allreduce_fp16" if compressor.name == "fp16" else "allreduce"
+            return calls + entries * (rates.encode + rates.decode_one) + self.collective(collective, payload)
+        if compressor.exchange == "allgather":
+            return calls + entries * (rates.encode + rates.decode_all) + self.collective("allgather", payload)
+        owner = entries / world * (rates.encode + rates.decode_all)
+        return (calls * (world + 1) + entries * (rates.encode + rates.decode_one) + owner
+                + self.collective("alltoall", payload) + self.collective("allgather", payload / world))
+
+
+_UNKNOWN = Rates(1e-9, 1e-9, 0.5e-9, 1e-4)
+
+
+def _typical() -> Costs:
+    """Four workers on 1 Gb/s Ethernet, about."""
+    second_per_byte, latency = 8e-9, dict.fromkeys(COLLECTIVES, 1.5e-3) | {"alltoall": 2.5e-3}
+    hops = {"allreduce": 1.5, "allreduce_fp16": 3.0, "allgather": 3.0, "alltoall": 0.75}
+    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * second_per_byte) for n in (0, 2**20)) for kind in COLLECTIVES})
+
+
+TYPICAL = _typical()
+"""What is assumed where nothing was measured."""
+
+
+def key_of(compressor: Compressor) -> str:
+    """The spec of a compressor's code alone: what its speed depends on."""
+    common = {field.name for field in dataclasses.fields(Compressor)} - {"memory"}
+    return dataclasses.replace(compressor, **{field.name: field.default for field in dataclasses.fields(compressor)
+                                              if field.name in common}).spec
+
+
+def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs, mpi: bool = False) -> Compressor:
+    """As what tensors that travel together go: the compressor with one of its exchanges, or, where it says ``only_if_faster``,
+    fp16 or none if that takes less time.
+
+    Arguments:
+        infos: of the tensors; their world is the number of workers.
+        costs: the same on all workers.
+        mpi: whether collectives have MPI's 32-bit counts.
+    """
+    from hvd_quant.exchange import MPI_COUNT_LIMIT, gathered_bytes
+
+    exchanges = [compressor.exchange]
+    if compressor.exchange == "auto":
+        exchanges = ["allreduce"] if compressor.linear else ["allgather", "sra"]
+    candidates = [dataclasses.replace(compressor, exchange=exchange) for exchange in exchanges]
+    if mpi and len(candidates) > 1:
+        world, payload = infos[0].world, max(compressor.payload_bytes(info) for info in infos)
+        candidates = [c for c in candidates if gathered_bytes(c.exchange, payload, world) < MPI_COUNT_LIMIT] or candidates[:1]
+    if compressor.only_if_faster:
+        common = {"warmup": compressor.warmup, "min_numel": compressor.min_numel}
+        candidates += [FP16(exchange="allreduce", **common), NoCompression(**common)]
+    return min(candidates, key=lambda candidate: costs.exchange(candidate, infos))
+
+
+class Workers(Protocol):
+    """What a frontend does for :func:`measure`. Each call is made by all workers together."""
+
+    def collective(self, kind: str, nbytes: int) -> float:
+        """Seconds of one collective to which this worker gives ``nbytes``."""
+
+    def rates(self, compressor: Compressor, entries: int) -> Rates:
+        """Seconds an entry of encoding and decoding so many on this worker, while the others do the same."""
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all workers' values, each by itself."""
+
+
+def measure(workers: Workers, compressors: Iterable[Compressor]) -> Costs:
+    """Measure the network and the machine, together with all workers; about a second.
+
+    Arguments:
+        compressors: those whose codes are timed, in the same order on all workers.
+    """
+    compressors = list(compressors)
+    kinds = [kind for kind in COLLECTIVES if kind != "allreduce_fp16" or any(c.only_if_faster for c in compressors)]
+    collectives = {}
+    for kind in kinds:
+        workers.collective(kind, _SIZES[0])  # the first one makes connections
+        points: list[tuple[float, float]] = []
+        for size in _SIZES:
+            times = workers.slowest([workers.collective(kind, size) for _ in range(_REPEATS)])
+            points.append((size, sorted(times)[1]))  # nearly the fastest: others use network and machine now and then
+            if size >= _LARGE and points[-1][1] > _ENOUGH:
+                break
+        # What takes longer than something larger was disturbed.
+        sizes, seconds = zip(*points)
+        collectives[kind] = tuple(zip(sizes, np.minimum.accumulate(seconds[::-1])[::-1].tolist()))
+    if "allreduce_fp16" in kinds:
+        compressors.append(FP16())
+    rates = {}
+    for compressor in {key_of(c): c for c in compressors}.values():
+        large, small = (np.array(workers.slowest(list(dataclasses.astuple(workers.rates(compressor, n))[:3])))
+                        for n in (SAMPLE, _LITTLE))
+        rates[key_of(compressor)] = Rates(*large.tolist(), call=float((small - large).clip(0).sum() * _LITTLE))
+    costs = Costs(collectives, rates)
+    _log.info("exchanges were measured: %s", describe(costs))
+    return costs
+
+
+def describe(costs: Costs) -> str:
+    """The figures in one line."""
+    parts = []
+    for kind, points in costs.collectives.items():
+        (n, seconds), least = points[-1], points[0][1]
+        parts.append(f"{kind} {1e3 * least:.2f} ms + {8e-6 * n / max(seconds - least, 1e-9):.0f} Mbit/s")
+    for spec, rates in costs.rates.items():
+        parts.append(f"{spec} {1e9 * rates.encode:.2f} + {1e9 * rates.decode_all:.2f} ns an entry")
+    return ", ".join(parts)
+

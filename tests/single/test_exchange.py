@@ -1,0 +1,135 @@
+"""Ranges, buckets, hosts and costs: plain Python, without a framework."""
+
+import dataclasses
+
+import pytest
+
+from hvd_quant import TensorInfo, exchange, get_compressor
+from hvd_quant.exchange import buckets, cost, hosts
+from tests.conftest import CODECS
+
+SIZES = [0, 1, 7, 255, 256, 257, 5000, 70000, 1_000_003]
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8, 1000])
+@pytest.mark.parametrize("multiple", [64, 256, 16384])
+def test_ranges_make_up_the_tensor(numel, parts, multiple):
+    for index in (0, 1, 5, parts):
+        ranges = exchange.ranges(numel, multiple, parts, index)
+        assert len(ranges) == parts
+        inside = sorted(cut for cut in ranges if cut[0] < cut[1])
+        assert [0, *(b for _, b in inside)] == [*(a for a, _ in inside), numel]
+        assert all(a % multiple == 0 for a, _ in inside)
+        lengths = [b - a for a, b in ranges]
+        assert max(lengths) - min(lengths) < 2 * multiple  # the last one also ends with the tensor
+        assert ranges[index % parts] == exchange.ranges(numel, multiple, parts, 0)[2 * index % parts]
+
+
+def test_what_is_left_over_is_spread_over_the_owners():
+    owners = [[cut[0] < cut[1] for cut in exchange.ranges(100, 256, 4, index)].index(True) for index in range(8)]
+    assert owners == [0, 3, 2, 1, 0, 3, 2, 1]
+
+
+def test_buckets():
+    assert buckets.fill({}) == []
+    sizes = {"a": 10, "b": 10, "c": 15, "d": 100, "e": 1, "f": 0}
+    assert buckets.fill(sizes, 20) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert buckets.fill(sizes, 1) == [["a"], ["b"], ["c"], ["d"], ["e", "f"]]
+    assert buckets.fill(sizes, 10**6) == [list(sizes)]
+    filled = buckets.fill(sizes, 20, [["d", "a"], ["f"]])
+    assert filled == [["b"], ["c"], ["a", "d"], ["e"], ["f"]]
+
+
+def test_hosts():
+    grid = hosts.grid([(7, 0), (7, 1), (3, 1), (3, 0)])
+    assert grid.hosts == [[0, 1], [3, 2]] and grid.columns == [[0, 3], [1, 2]]
+    assert hosts.grid([(0, 0), (1, 0)]) == ([[0], [1]], [[0, 1]])
+    with pytest.raises(ValueError, match="the same number of workers on each host; the hosts have 2, 1"):
+        hosts.grid([(0, 0), (0, 1), (1, 0)])
+
+
+def network(second_per_byte=8e-9, latency=1e-3, world=4):
+    ring = (world - 1) / world
+    hops = {"allreduce": 2 * ring, "allreduce_fp16": 4 * ring, "allgather": world - 1, "alltoall": ring}
+    return cost.Costs({kind: ((1000, latency), (1001000, latency + 1e6 * second_per_byte * hop)) for kind, hop in hops.items()})
+
+
+def test_seconds_of_a_collective_are_interpolated():
+    costs = cost.Costs({"allgather": ((1000, 1.0), (2000, 3.0), (4000, 4.0))})
+    assert [costs.collective("allgather", n) for n in (10, 1000, 1500, 3000, 6000)] == [1.0, 1.0, 2.0, 3.5, 5.0]
+    falling = cost.Costs({"allgather": ((1000, 2.0), (2000, 1.0))})  # noise
+    assert falling.collective("allgather", 10**9) == 1.0
+
+
+@pytest.mark.parametrize("world, numel, expected", [
+    (2, 10**7, "allgather"),  # both send as much, and an allgather does it at once
+    (8, 10**7, "sra"), (64, 10**7, "sra"),
+    (8, 4096, "allgather"),  # too small for two collectives
+])
+def test_the_exchange_of_a_dense_code(world, numel, expected):
+    infos = [TensorInfo.whole("w", (numel,), world=world)]
+    assert cost.decide(get_compressor("onebit"), infos, network(world=world)).exchange == expected
+    assert exchange.choose(get_compressor(f"onebit:exchange={expected}"), infos[0]) == expected
+
+
+@pytest.mark.parametrize("second_per_byte, expected", [(8e-8, "topk"), (8e-9, "topk"), (1e-11, "none")])
+def test_only_if_faster(second_per_byte, expected):
+    infos = [TensorInfo.whole("w", (10**6,), world=4)]
+    costs = dataclasses.replace(network(second_per_byte), rates={"topk": cost.Rates(2e-9, 2e-9, 1e-9)})
+    compressor = get_compressor("topk:only_if_faster=true,warmup=7,min_numel=11")
+    decided = cost.decide(compressor, infos, costs)
+    assert decided.name == expected and decided.warmup == 7 and decided.min_numel == 11
+    assert cost.decide(get_compressor("topk"), infos, costs).name == "topk"
+
+
+def test_a_collective_beyond_the_counts_of_mpi_is_not_chosen():
+    info = TensorInfo.whole("w", (2**29,), world=8)
+    cheap = cost.Costs({**network().collectives, "allgather": ((0, 0.0), (1, 0.0))})
+    assert cost.decide(get_compressor("onebit"), [info], cheap).exchange == "allgather"
+    assert cost.decide(get_compressor("bf16"), [info], cheap, mpi=True).exchange == "sra"
+
+
+def test_every_compressor_has_a_key_for_its_code_alone():
+    for compressor in CODECS.values():
+        other = dataclasses.replace(compressor, exchange="sra", warmup=3, min_numel=1, only_if_faster=True)
+        assert cost.key_of(other) == cost.key_of(compressor)
+    assert cost.key_of(get_compressor("topk:ratio=0.1,memory=none")) == "topk:memory=none,ratio=0.1"
+
+
+class Fake:
+    """Four workers, the slowest of which takes twice as long as this one."""
+
+    def __init__(self):
+        self.calls = []
+
+    def collective(self, kind, nbytes):
+        self.calls.append((kind, nbytes))
+        return 1e-3 + nbytes * 1e-8
+
+    def rates(self, compressor, entries):
+        return cost.Rates(*(seconds * (2 if entries < 10**6 else 1) for seconds in (1e-9, 2e-9, 3e-9)))
+
+    def slowest(self, seconds):
+        return [2 * s for s in seconds]
+
+
+def test_measuring_stops_where_collectives_take_long():
+    fake = Fake()
+    costs = cost.measure(fake, [get_compressor("topk:only_if_faster=true")])
+    assert set(costs.collectives) == set(cost.COLLECTIVES) and set(costs.rates) == {"topk", "fp16"}
+    for kind, points in costs.collectives.items():
+        assert 1e6 < max(nbytes for k, nbytes in fake.calls if k == kind) < 8e6
+        assert all(seconds == pytest.approx(2e-3 + nbytes * 2e-8) for nbytes, seconds in points)
+        assert costs.collective(kind, 10**8) == pytest.approx(2.002, rel=1e-3)
+    assert costs.rates["topk"] == cost.Rates(2e-9, 4e-9, 6e-9, pytest.approx(4096 * 12e-9))
+    line = cost.describe(costs)
+    assert "allreduce 2.0" in line and "400 Mbit/s" in line and "topk 2.00 + 4.00 ns an entry" in line
+
+
+def test_auto_is_a_spec():
+    assert get_compressor("auto").spec == "topk:only_if_faster=true"
+    assert get_compressor("auto:onebit:block_size=1024").spec == "onebit:only_if_faster=true,block_size=1024"
+    assert get_compressor(get_compressor("auto:adaptive").spec) == get_compressor("auto:adaptive")
+    with pytest.raises(ValueError, match="there is no compressor 'nothing'"):
+        get_compressor("auto:nothing")
