@@ -12,9 +12,12 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.compressors.base import is_int
+from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
-from hvd_quant.torch.reducer import Reducer, drain, sparse_bytes
+from hvd_quant.torch.exchanges import Sparse, sparse_bytes
+from hvd_quant.torch.reducer import Reducer
 from hvd_quant.torch.stock import Bound
 
 _Stock = horovod_optimizer._DistributedOptimizer
@@ -31,7 +34,9 @@ def DistributedOptimizer(
         num_groups: int = 0,
         groups: int | list[list[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
-        process_set: ProcessSet = global_process_set) -> torch.optim.Optimizer:
+        process_set: ProcessSet = global_process_set,
+        *,
+        bucket_bytes: int = BUCKET_BYTES) -> torch.optim.Optimizer:
     """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
 
     The signature and behaviour are those of ``horovod.torch.DistributedOptimizer``; the result is an instance of the
@@ -46,9 +51,11 @@ def DistributedOptimizer(
         backward_passes_per_step: backward passes before each exchange; their gradients add up locally.
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
-        num_groups, groups: parameters whose exchanges start together, when the last of them has its gradient.
+        num_groups, groups: parameters that are exchanged together, whatever their size, when the last of them has its gradient.
         sparse_as_dense: reduce sparse gradients as dense ones; otherwise they are not compressed, which is warned about.
         process_set: the workers to reduce over.
+        bucket_bytes: gradients are encoded and exchanged together, in the order in which backward makes them, as soon as they
+            are this many bytes (as fp32).
 
     Raises:
         ValueError: for LBFGS, for a combination that can't work, and as Horovod does.
@@ -69,7 +76,7 @@ def DistributedOptimizer(
         if op not in (Average, Sum):
             raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")
         wrapped = _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
-                              gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set)
+                              gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set, bucket_bytes)
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
@@ -80,7 +87,7 @@ def DistributedOptimizer(
         sparse_as_dense, process_set)
     cls = type(wrapped)  # made by this very call
     cls.zero_grad = _zero_grad
-    cls.compression_stats = lambda self: counted.stats.as_dict()
+    cls.compression_stats = lambda self, residual_norms=False: counted.stats.as_dict()
     stateless = Reducer([], selector("none"), Average, 1.0, process_set)
     cls.compression_state_dict = lambda self: stateless.state_dict()
     cls.load_compression_state_dict = lambda self, state: stateless.load_state_dict(state)
@@ -132,7 +139,9 @@ class _Counted:
 
 
 def _compressed(optimizer, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, num_groups,
-                groups, sparse_as_dense, process_set):
+                groups, sparse_as_dense, process_set, bucket_bytes):
+    if not is_int(bucket_bytes) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} is not accepted; give a whole number of bytes, 1 or more")
     if gradient_predivide_factor != 1.0:
         if rocm_built():
             raise ValueError("gradient_predivide_factor not supported yet with ROCm")
@@ -148,7 +157,7 @@ def _compressed(optimizer, named_parameters, select, backward_passes_per_step, o
                "__init__": _Compressed.__init__}
     cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     return cls(optimizer.param_groups, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor,
-               groups, sparse_as_dense, process_set)
+               groups, sparse_as_dense, process_set, bucket_bytes)
 
 
 def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -169,18 +178,21 @@ class _Compressed:
     """What differs from Horovod's _DistributedOptimizer, whose other methods a distributed optimizer's class has too."""
 
     def __init__(self, params, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, groups,
-                 sparse_as_dense, process_set):
+                 sparse_as_dense, process_set, bucket_bytes):
         if named_parameters is not None:
             named_parameters = list(named_parameters)
         _Stock.__init__(self, params, named_parameters, horovod_optimizer.Compression.none, backward_passes_per_step, op,
                         gradient_predivide_factor, groups, sparse_as_dense, process_set)
-        self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set)
+        self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set, bucket_bytes)
         self._ordered = []  # Horovod keeps a set, whose order differs between workers
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self._requires_update:
                     self._ordered.append(p)
                     self._reducer.add(self._parameter_names[p], p)
+        # Horovod makes a group of each parameter that is in none.
+        self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
+                                if len(group) > 1 or isinstance(groups, int)]
         self._sparse_dims = {}  # of parameters that have had a sparse gradient
 
     def _make_hook(self, p):
@@ -194,24 +206,21 @@ class _Compressed:
             self._allreduce_delay[p] -= 1
             self._handles.setdefault(p, None)
             if self._allreduce_delay[p] == 0:
-                group = self._p_to_group.get(p, (p,))
-                if all(self._allreduce_delay[q] == 0 for q in group):
-                    for q in group:
-                        self._handles[q] = self._allreduce_grad_async(q)
+                self._handles[p] = self._hand_over(p)
 
         return hook
 
-    def _allreduce_grad_async(self, p):
-        """Start the exchange of a parameter's gradient; None counts as zero, since another worker may have one."""
+    def _hand_over(self, p):
+        """Give a parameter's gradient to be exchanged; None counts as zero, since another worker may have one."""
         name = self._parameter_names[p]
         if p.grad is None:
             p.grad = _no_rows(p, self._sparse_dims[p]) if p in self._sparse_dims else torch.zeros_like(p)
         if not p.grad.is_sparse:
-            return self._reducer.start(name, p.grad)
+            return self._reducer.ready(name, p.grad)
         self._sparse_dims[p] = p.grad.sparse_dim()
         if self.sparse_as_dense:
-            return self._reducer.start(name, p.grad.to_dense())
-        return self._reducer.start_sparse(name, p.grad)
+            return self._reducer.ready(name, p.grad.to_dense())
+        return self._reducer.ready_sparse(name, p.grad)
 
     def synchronize(self):
         if not self.process_set.included():
@@ -225,24 +234,34 @@ class _Compressed:
             self._cancel()
             raise
         # A parameter that was frozen has no gradient to reduce, and its residual has to wait.
-        reduced = [p for p in self._ordered if p.requires_grad or self._handles.get(p) is not None]
-        for p in reduced:
-            if self._handles.get(p) is None:
-                self._handles[p] = self._allreduce_grad_async(p)
-        exchanges = [self._handles[p] for p in reduced]
-        self._handles.clear()
-        for p in self._ordered:
-            self._allreduce_delay[p] = self.backward_passes_per_step
-        drain(exchanges)
-        for p, exchange in zip(reduced, exchanges):
-            grad = exchange.grad
+        given = [p for p in self._ordered if p.requires_grad or self._given(p)]
+        for p in given:
+            if not self._given(p):
+                self._handles[p] = self._hand_over(p)
+        sparse = {p: handle for p, handle in self._handles.items() if isinstance(handle, Sparse)}
+        self._forget()
+        try:
+            reduced = self._reducer.finish()
+        finally:
+            sparse = {p: handle.wait() for p, handle in sparse.items()}
+        for p in given:
+            grad = sparse[p] if p in sparse else reduced[self._parameter_names[p]]
             if p in self._sparse_dims and not grad.is_sparse:
                 grad = grad.to_sparse(self._sparse_dims[p])
             if p.grad is not grad:  # also if the user has replaced it since backward: all workers must step alike
                 p.grad = grad
-        if exchanges:
+        if given:
             self._reducer.stats.steps += 1
         self._synchronized = True
+
+    def _given(self, p):
+        """Whether the last of a parameter's backward passes is done."""
+        return p in self._handles and self._allreduce_delay[p] == 0
+
+    def _forget(self):
+        self._handles.clear()
+        for p in self._ordered:
+            self._allreduce_delay[p] = self.backward_passes_per_step
 
     def _watch_newcomers(self):
         """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group."""
@@ -265,11 +284,11 @@ class _Compressed:
 
     def _cancel(self):
         """Take back what backward has started."""
-        for exchange in filter(None, self._handles.values()):
-            exchange.cancel()
-        self._handles.clear()
-        for p in self._ordered:
-            self._allreduce_delay[p] = self.backward_passes_per_step
+        for handle in self._handles.values():
+            if isinstance(handle, Sparse):
+                handle.wait()
+        self._forget()
+        self._reducer.cancel()
 
     def load_state_dict(self, state_dict):
         self._cancel()
@@ -277,9 +296,14 @@ class _Compressed:
 
     zero_grad = _zero_grad
 
-    def compression_stats(self):
-        """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`."""
-        return self._reducer.stats.as_dict()
+    def compression_stats(self, residual_norms=False):
+        """What the exchanges cost so far on this worker, in all and by bucket; see :class:`hvd_quant.exchange.stats.Stats`.
+
+        Arguments:
+            residual_norms: add the 2-norm of what is kept of each parameter's gradients, which takes a pass over it.
+        """
+        stats = self._reducer.stats.as_dict()
+        return {**stats, "residual_norms": self._reducer.residual_norms()} if residual_norms else stats
 
     def compression_state_dict(self):
         """This worker's compression state (residuals and step counts), for a checkpoint a worker.

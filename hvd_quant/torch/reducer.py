@@ -1,37 +1,92 @@
-"""The compression state of an optimizer's parameters, and one gradient's way through memory, encode, exchange and decode."""
+"""The compression state of an optimizer's parameters, and which gradients travel together."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import logging
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Average, ProcessSet, Sum
+from horovod.torch.mpi_ops import ProcessSet
 
-from hvd_quant import exchange, wire
+from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.exchange import buckets, cost
 from hvd_quant.exchange.checkpoint import restored, saved
+from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.ops import torch as ops
+from hvd_quant.registry import get_compressor
+from hvd_quant.torch import network
+from hvd_quant.torch.exchanges import OWNER, Cargo, Flight, Sparse, Workers
 
+_log = logging.getLogger("hvd_quant")
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NONE = get_compressor("none")
+_SHARED = 2**16
+"""Dense gradients of fewer entries share one vector; copying larger ones would cost more than a collective of their own."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Slot:
-    """What is kept for one parameter: its compressor, its fp32 state, and the number of exchanges so far."""
+    """What is kept for one parameter.
 
+    Attributes:
+        parameter: itself.
+        compressor: what the user chose for it.
+        info: what is known of it.
+        index: its place among the parameters.
+        state: name -> fp32 tensor; names that start with "owner." are of the range that this worker reduces for all.
+        piece: (first, one past last) entry of what this worker encodes; all but with hierarchical exchange.
+        owned: (first, one past last) entry of what it reduces for all, where it does.
+        step: exchanges so far.
+        travels: as what it travels: ``compressor`` with one exchange, or fp16 or none where that is faster.
+        kept: whether the state may hold a part of a gradient.
+        resumed: as what it travelled when a checkpoint was written, from which training is to go on bit for bit.
+    """
+
+    parameter: torch.Tensor
     compressor: Compressor
     info: TensorInfo
+    index: int
     state: dict[str, torch.Tensor]
+    piece: tuple[int, int]
+    owned: tuple[int, int] = (0, 0)
     step: int = 0
+    travels: Compressor = _NONE
+    kept: bool = False
+    resumed: Compressor | None = None
+
+    @property
+    def worker_state(self) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in self.state.items() if not key.startswith(OWNER)}
+
+    @property
+    def owner_state(self) -> dict[str, torch.Tensor]:
+        return {key.removeprefix(OWNER): value for key, value in self.state.items() if key.startswith(OWNER)}
+
+
+@dataclasses.dataclass(eq=False)
+class Bucket:
+    """Slots whose gradients travel together, and those gradients that are there, with their versions."""
+
+    slots: list[Slot]
+    arrived: dict[Slot, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
+    away: set[Slot] = dataclasses.field(default_factory=set)
+    flights: list[Flight] = dataclasses.field(default_factory=list)
+    started: bool = False
+
+    def complete(self) -> bool:
+        """Whether all gradients are there. A parameter that is frozen has none, and its residual has to wait."""
+        return all(slot in self.arrived or slot in self.away or not slot.parameter.requires_grad for slot in self.slots)
 
 
 class Reducer:
-    """Starts exchanges for named gradients and owns their state.
+    """Reduces named gradients and owns their state.
 
     Arguments:
         named_parameters: (name, parameter) pairs, in the same order on all workers.
@@ -39,17 +94,27 @@ class Reducer:
         op: Average or Sum.
         predivide: Horovod's gradient_predivide_factor, for dense gradients.
         process_set: the workers to reduce over.
+        bucket_bytes: dense bytes of gradients that travel together.
 
     Raises:
         TypeError: for a parameter that is not real floating point.
+        ValueError: for hierarchical exchange where it can't work.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], select: Callable[[str], Compressor],
-                 op: int, predivide: float, process_set: ProcessSet) -> None:
+                 op: int, predivide: float, process_set: ProcessSet, bucket_bytes: int = buckets.BUCKET_BYTES) -> None:
         self.op, self.predivide, self.process_set, self.stats = op, predivide, process_set, Stats()
-        self._select = select
+        self.groups: list[list[str]] = []
+        self._select, self._bucket_bytes = select, bucket_bytes
         self._slots: dict[str, Slot] = {}
         self._warned: set[str] = set()
+        self._flying: list[Flight] = []
+        self._arrivals: list[str] = []  # of gradients in the first step, here
+        self._order: list[str] = []  # and on the first worker, for all
+        self._costs: cost.Costs | None = None
+        self._plan: dict[Slot, Bucket] = {}
+        self._planned_for: Any = None
+        self._by_host: Workers | None = None
         if process_set.included():
             for name, p in named_parameters:
                 self.add(name, p)
@@ -59,50 +124,304 @@ class Reducer:
         if p.dtype not in _REAL:
             raise TypeError(f"parameter {name} is {p.dtype}; gradients of {', '.join(map(str, _REAL))} can be reduced: "
                             "leave it out of the optimizer, or use compression='none'")
-        compressor, info = self._select(name), TensorInfo.whole(name, p.shape)
-        # An elastic job that starts with one worker may get more, and after the warm-up state is needed.
-        later = dataclasses.replace(info, step=compressor.warmup, world=max(2, self.process_set.size()))
-        compressed = exchange.choose(compressor, later, mpi_ops.mpi_enabled()) != "dense"
-        shapes = compressor.state_shapes(info) if compressed else {}
-        state = {key: torch.zeros(shape, dtype=torch.float32, device=p.device) for key, shape in shapes.items()}
-        self._slots[name] = Slot(compressor, info, state)
+        info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
+        self._workers(compressor)  # all workers are here when they wrap their optimizers
+        self._slots[name] = Slot(p, compressor, info, len(self._slots), {}, (0, info.numel))
 
-    def start(self, name: str, grad: torch.Tensor) -> Exchange:
-        """Start reducing a dense gradient; ``finish()`` of what this returns leaves the result in ``grad``."""
-        slot, info, kind = self._next(name)
-        started = {"dense": Dense, "allreduce": AllReduce, "allgather": AllGather}[kind](self, slot, info, grad)
+    # ------------------------------------------------------------------------------------------------- from the hooks
+
+    def ready(self, name: str, grad: torch.Tensor) -> None:
+        """A dense gradient is there. What travels with it starts when it was the last one, and what has arrived goes on."""
+        slot, bucket = self._at(name)
+        bucket.arrived[slot] = grad, grad._version
+        self._go_on(bucket)
+
+    def ready_sparse(self, name: str, grad: torch.Tensor) -> Sparse:
+        """A sparse gradient is there, which is not compressed and travels by itself."""
+        slot, bucket = self._at(name)
+        if slot.compressor.name != "none" and name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
+                          "compress it as a dense one", stacklevel=2)
+        started = Sparse(self._info(slot), grad, self.op, self.process_set, self.stats)
         slot.step += 1
+        bucket.away.add(slot)
+        self._go_on(bucket)
         return started
 
-    def start_unless_dense(self, name: str, grad: torch.Tensor) -> Exchange | None:
+    def _at(self, name: str) -> tuple[Slot, Bucket]:
+        self._keep_plan()
+        slot = self._slots[name]
+        if self._costs is None:
+            self._arrivals.append(name)
+        return slot, self._plan[slot]
+
+    def _go_on(self, bucket: Bucket) -> None:
+        if not bucket.started and bucket.complete():
+            self._start(bucket)
+        self._progress()
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.started = True
+        # In the bucket's order: that of arrival may differ between workers.
+        for flight in self._launch({slot: bucket.arrived[slot] for slot in bucket.slots if slot in bucket.arrived}):
+            bucket.flights.append(flight)
+
+    # ---------------------------------------------------------------------------------------------------- synchronize
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Start what has not been, wait for everything, and return the reduced dense gradients by name, each in the memory of
+        the one that was given.
+
+        Raises:
+            RuntimeError: if a gradient was changed since it was given.
+            hvd_quant.wire.PayloadError: on all workers, for a payload that is damaged, or a worker that failed.
+            HorovodInternalError: if Horovod was reset.
+        """
+        self._keep_plan()
+        planned = list(dict.fromkeys(self._plan.values()))
+        for bucket in planned:
+            if not bucket.started:
+                self._start(bucket)
+        flights = [flight for bucket in planned for flight in bucket.flights]
+        self._forget()
+        self.complete(flights)
+        if flights and self._costs is None:
+            self._settle()
+        return {one.info.name: one.grad for flight in flights for one in flight.cargo}
+
+    def complete(self, flights: list[Flight]) -> None:
+        """Finish flights in order. After an error, the others are waited for and taken back, so that none stays in flight and
+        no residual lacks what was not received; then the error is raised."""
+        failure: Exception | None = None
+        for flight in flights:
+            try:
+                flight.cancelled = failure is not None
+                self._wait(flight)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def cancel(self) -> None:
+        """Wait for what has been started, and leave gradients and state as if it had not been."""
+        flights = [flight for bucket in dict.fromkeys(self._plan.values()) for flight in bucket.flights]
+        self._forget()
+        for flight in flights:
+            flight.cancelled = True
+            try:
+                self._wait(flight)
+            except mpi_ops.HorovodInternalError:
+                pass  # what was lost needs no cancelling
+
+    def _forget(self) -> None:
+        for bucket in self._plan.values():
+            bucket.arrived, bucket.away, bucket.flights, bucket.started = {}, set(), [], False
+
+    def _wait(self, flight: Flight) -> None:
+        pause = 2e-5
+        try:
+            while not flight.done:
+                if flight.arrived():
+                    flight.advance()
+                elif not self._progress(flight):
+                    with flight.timed("wait"):
+                        time.sleep(pause)
+                        pause = min(1.5 * pause, 3e-4)
+        finally:
+            self._flying.remove(flight)
+
+    def _progress(self, waited_for: Flight | None = None) -> bool:
+        """Go on with what has arrived of exchanges of several collectives, but for writing gradients; whether there was any.
+        It never waits: two workers that take different branches of a model meet their buckets in different orders."""
+        went_on = False
+        for flight in self._flying:
+            if flight is not waited_for and not flight.done and not flight.landing and flight.arrived():
+                flight.advance()
+                went_on = True
+        return went_on
+
+    # ------------------------------------------------------------------------------------- what travels how, with what
+
+    def start(self, name: str, grad: torch.Tensor) -> Flight:
+        """Start reducing one gradient by itself, for Horovod's stock optimizer; :meth:`complete` finishes it."""
+        self._keep_plan()
+        return next(self._launch({self._slots[name]: (grad, grad._version)}))
+
+    def start_unless_dense(self, name: str, grad: torch.Tensor) -> Flight | None:
         """Like :meth:`start`, but leave what goes dense to somebody else's allreduce and return None."""
-        slot, info, kind = self._next(name)
-        if kind != "dense":
+        self._keep_plan()
+        slot = self._slots[name]
+        info = self._info(slot)
+        if self._kind(slot, info) != "dense":
             return self.start(name, grad)
         self.stats.count(name, "dense", info.numel, grad.numel() * grad.element_size(), info.world)
         slot.step += 1
         return None
 
-    def _next(self, name: str) -> tuple[Slot, TensorInfo, str]:
-        """What is known of the next exchange of ``name``, and its kind; elastic jobs change their size between steps."""
-        slot = self._slots[name]
-        info = dataclasses.replace(slot.info, step=slot.step, rank=self.process_set.rank(), world=self.process_set.size())
-        return slot, info, exchange.choose(slot.compressor, info, mpi_ops.mpi_enabled())
+    def _launch(self, gradients: dict[Slot, tuple[torch.Tensor, int]]) -> Iterator[Flight]:
+        together: dict[Any, list[Cargo]] = {}
+        gathered: collections.Counter[Any] = collections.Counter()
+        for slot, (grad, version) in gradients.items():
+            info = self._info(slot)
+            kind = self._kind(slot, info)
+            slot.step += 1
+            cargo = Cargo(slot, info, grad, version)
+            if slot.kept and kind in ("dense", "allreduce"):
+                cargo.take_back(self._workers(slot.compressor).local[1])
+                slot.kept = False
+            if kind == "dense":
+                key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
+            else:  # MPI's counts limit what one collective moves
+                key = (kind, slot.travels, grad.device, gathered[kind] // (exchange.MPI_COUNT_LIMIT // 2))
+                gathered[kind] += exchange.gathered_bytes(kind, slot.travels.payload_bytes(info), info.world)
+            together.setdefault(key, []).append(cargo)
+        for (kind, *_), cargo in together.items():
+            name = f"hvd_quant.{kind}.{cargo[0].info.name}"
+            costs = self.stats.buckets.setdefault(name, BucketCosts())
+            costs.exchange, costs.compressor = kind, cargo[0].compressor.spec if kind != "dense" else "none"
+            costs.tensors = [one.info.name for one in cargo]
+            flight = Flight(name, kind, cargo, self._workers(cargo[0].compressor), self.op, self.predivide, self.stats)
+            self._flying.append(flight)
+            yield flight
 
-    def start_sparse(self, name: str, grad: torch.Tensor) -> Exchange:
-        """Start reducing a sparse gradient, which is not compressed."""
-        slot, info, _ = self._next(name)
-        if slot.compressor.name != "none" and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
-                          "compress it as a dense one", stacklevel=2)
-        started = Sparse(self, slot, info, grad)
-        slot.step += 1
-        return started
+    def _workers(self, compressor: Compressor) -> Workers:
+        if not compressor.hierarchical:
+            return Workers(self.process_set, self.process_set)
+        if self._by_host is None:
+            self._by_host = network.workers_by_host(self.process_set)
+        return self._by_host
+
+    def _info(self, slot: Slot) -> TensorInfo:
+        """What is known of the next exchange; elastic jobs change their size between steps."""
+        across = self._workers(slot.compressor).across
+        return dataclasses.replace(slot.info, step=slot.step, rank=across.rank(), world=across.size())
+
+    def _kind(self, slot: Slot, info: TensorInfo) -> str:
+        if self.process_set.size() == 1:
+            return "dense"
+        return exchange.choose(slot.travels, self._typical(slot, info), mpi_ops.mpi_enabled())
+
+    def _typical(self, slot: Slot, info: TensorInfo) -> TensorInfo:
+        """The largest part of a tensor that a worker of this host exchanges: all of them have to choose alike."""
+        places = self._workers(slot.compressor).local[1]
+        pieces = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)
+        return info.part(*max(pieces, key=lambda piece: piece[1] - piece[0]))
+
+    def _keep_plan(self) -> None:
+        """Make buckets, and decide how each travels, where parameters came, or workers came or went."""
+        now = (len(self._slots), self._whose())
+        if now == self._planned_for or not self.process_set.included():
+            return
+        if any(bucket.arrived or bucket.away for bucket in self._plan.values()):
+            # Parameters that come amid a step, unfrozen, travel by themselves until it is over.
+            self._fill([name for name, slot in self._slots.items() if slot not in self._plan])
+            return
+        self._planned_for, self._plan, self.stats.buckets = now, {}, {}
+        # Until it is known, the last parameters are taken to get their gradients first.
+        self._fill(list(dict.fromkeys([*self._order, *reversed(self._slots)])))
+
+    def _fill(self, names: list[str]) -> None:
+        slots = {name: self._slots[name] for name in names}
+        filled = [[slots.pop(name) for name in group if name in slots] for group in self.groups]
+        # Sums in fp32 or fp16 depend on what is summed along, in their last bits, so that does not depend on the order of
+        # gradients. Payloads decode to the same wherever they are.
+        payloads, sums, small = [], [], []
+        for slot in slots.values():
+            if slot.info.numel < _SHARED and not exchange.compressible(slot.compressor, self._typical(slot, slot.info)):
+                small.append(slot)
+            else:
+                (sums if slot.compressor.linear else payloads).append(slot)
+        for kind in (payloads, sums, small):
+            if kind is not payloads:
+                kind.sort(key=lambda slot: -slot.index)
+            filled += buckets.fill({slot: 4 * slot.info.numel for slot in kind}, self._bucket_bytes)
+        for members in filled:
+            self._plan.update(dict.fromkeys(members, Bucket(members)))
+            for compressor, alike in _by(members, lambda slot: slot.compressor).items():
+                travels = self._decide(compressor, alike)
+                for slot in alike:
+                    slot.travels = travels
+                    self._make_room(slot)
+
+    def _decide(self, compressor: Compressor, slots: list[Slot]) -> Compressor:
+        infos = [self._typical(slot, dataclasses.replace(self._info(slot), step=compressor.warmup)) for slot in slots]
+        # An elastic job that starts with one worker may get more.
+        infos = [dataclasses.replace(info, world=max(2, info.world)) for info in infos]
+        infos = [info for info in infos if exchange.compressible(compressor, info)]
+        if not infos:
+            return _NONE
+        resumed = {slot.resumed for slot in slots}
+        if len(resumed) == 1 and None not in resumed:
+            return resumed.pop()
+        if compressor.only_if_faster and self._costs is None and not network.ELASTIC:
+            return _NONE  # until it is known, after the first step
+        if compressor.only_if_faster and network.ELASTIC:
+            _log.warning("%s: in an elastic job the network is not measured, since workers that join would wait for the others; "
+                         "gradients are compressed", compressor.spec)
+            compressor = dataclasses.replace(compressor, only_if_faster=False)
+        return cost.decide(compressor, infos, self._costs or cost.TYPICAL, mpi_ops.mpi_enabled())
+
+    def _settle(self) -> None:
+        """After the first step, when all workers are here: agree on the order of gradients, and measure where something
+        depends on it. In an elastic job, workers that join would wait for the others to do it, so nobody does."""
+        self._costs = cost.TYPICAL
+        if network.ELASTIC or self.process_set.size() == 1:
+            return
+        names = list(self._slots)
+        numbers = {name: i for i, name in enumerate(names)}
+        order = torch.tensor([numbers[name] for name in dict.fromkeys([*self._arrivals, *reversed(names)])], dtype=torch.int32)
+        network.broadcast(order, f"hvd_quant.order.{names[0]}", self.process_set)
+        self._order = [names[i] for i in order.tolist()]
+        for across in {self._workers(slot.compressor).across: None for slot in self._slots.values()}:
+            open_ones = [c for c in {slot.compressor: None for slot in self._slots.values()}
+                         if self._workers(c).across is across and _is_open(c, across.size())]
+            if open_ones:
+                self._costs = network.costs(across, open_ones, self._slots[names[0]].parameter.device)
+        self._planned_for = None
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def _make_room(self, slot: Slot) -> None:
+        """Allocate what is missing, and take in what was kept for a range that this worker no longer owns."""
+        info, coder = self._info(slot), slot.compressor if slot.travels.name == "none" else slot.travels
+        # After the warm-up state is needed, also where an elastic job starts with one worker.
+        if not exchange.compressible(coder, self._typical(slot, dataclasses.replace(info, world=max(2, info.world)))):
+            return
+        place, places = self._workers(slot.compressor).local
+        first, last = slot.piece = exchange.ranges(info.numel, coder.range_multiple, places, slot.index)[place]
+        shapes = slot.compressor.state_shapes(info.part(first, last))
+        owned = (0, 0)
+        if slot.travels.exchange == "sra" and info.world > 1:
+            owned = self._range_of(slot, info)
+            of_owner = slot.compressor.state_shapes(info.part(*owned), role="owner")
+            shapes |= {OWNER + key: shape for key, shape in of_owner.items()}
+        if slot.owned not in ((0, 0), owned):
+            kept = slot.state.pop(f"{OWNER}residual", None)
+            if kept is not None and "residual" in slot.state:
+                # An owner keeps means, and of this worker's residual a mean gets one part in `world`.
+                a, b = slot.owned
+                slot.state["residual"][a - first:b - first].add_(kept, alpha=info.world)
+                slot.kept = True
+        slot.owned = owned
+        old, slot.state = slot.state, {}
+        for key, shape in shapes.items():
+            fits = key in old and tuple(old[key].shape) == tuple(shape)
+            slot.state[key] = old[key] if fits else torch.zeros(shape, dtype=torch.float32, device=slot.parameter.device)
+
+    def _range_of(self, slot: Slot, info: TensorInfo) -> tuple[int, int]:
+        """The range of a tensor that this worker reduces for all."""
+        first, last = slot.piece
+        a, b = exchange.ranges(last - first, slot.compressor.range_multiple, info.world, slot.index)[info.rank]
+        return first + a, first + b
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and step counts by parameter name, and whose they are."""
-        return saved(self._slots, torch.clone, **self._whose())
+        """Residuals and step counts by parameter name, as what they travel, and whose they are."""
+        self._keep_plan()
+        state = saved(self._slots, torch.clone, **self._whose())
+        for name, slot in self._slots.items():
+            state["tensors"][name]["travels"] = slot.travels.spec
+        return state
 
     def _whose(self) -> dict[str, int | None]:
         if not self.process_set.included():
@@ -115,239 +434,38 @@ class Reducer:
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
+        self._keep_plan()
+        found = state.get("tensors")
+        for name, slot in self._slots.items():
+            kept = found.get(name, {}) if isinstance(found, Mapping) else {}
+            if any(key.startswith(OWNER) for key in kept.get("state", {})) and slot.piece[0] < slot.piece[1]:
+                slot.owned = self._range_of(slot, self._info(slot))
+                for key, value in kept["state"].items():
+                    if key.startswith(OWNER) and value.shape == (slot.owned[1] - slot.owned[0],):
+                        slot.state.setdefault(key, torch.zeros_like(value, device=slot.parameter.device))
         for slot, step, values in restored(state, self._slots, **self._whose()):
-            slot.step = step
+            slot.step, slot.kept = step, bool(values)
+            kept = found.get(slot.info.name, {})
+            same = kept.get("compressor") == slot.compressor.spec
+            slot.resumed = get_compressor(kept["travels"]) if same and kept.get("travels", "none") != "none" else None
             for key, value in slot.state.items():
                 value.copy_(values[key]) if key in values else value.zero_()
+        self._planned_for = None
+
+    def residual_norms(self) -> dict[str, float]:
+        """The 2-norm of what is kept of each parameter's gradients, an owner's included."""
+        return {name: sum(float(value.double().square().sum()) for value in slot.state.values()) ** 0.5
+                for name, slot in self._slots.items() if slot.state}
 
 
-def drain(exchanges: list[Exchange]) -> None:
-    """Finish exchanges in order. After an error, the others are waited for and taken back, so that none stays in flight and
-    no residual lacks what was not received; then the error is raised."""
-    failure: Exception | None = None
-    for one in exchanges:
-        try:
-            if failure is None:
-                one.finish()
-            else:
-                one.cancel()
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+def _is_open(compressor: Compressor, world: int) -> bool:
+    """Whether what is best depends on the network and the machine."""
+    several = compressor.exchange == "auto" and not compressor.linear and world > 2
+    return compressor.name != "none" and world > 1 and (compressor.only_if_faster or several)
 
 
-class Exchange:
-    """One gradient on its way. Making it starts a collective, named after the parameter, and does not wait.
-
-    Attributes:
-        grad: the gradient; after :meth:`finish`, the reduced one, in the same memory.
-    """
-
-    def __init__(self, reducer: Reducer, slot: Slot, info: TensorInfo, grad: torch.Tensor) -> None:
-        self._reducer, self._slot, self._info, self.grad = reducer, slot, info, grad
-        self._handle: Any = None
-        self._horovod_writes = False
-        self._start()
-        self._version = grad._version
-
-    def _start(self) -> None:
-        raise NotImplementedError
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the collective in flight and return its result."""
-        with self._reducer.stats.timed("wait"):
-            result = mpi_ops.synchronize(self._handle)
-        if result is None:
-            raise self._lost()
-        return result
-
-    def _lost(self) -> Exception:
-        return mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset")
-
-    def finish(self) -> None:
-        """Wait and write the reduced gradient into ``grad``."""
-        raise NotImplementedError
-
-    def _wait_untouched(self) -> torch.Tensor:
-        """Wait, and refuse a gradient that was changed meanwhile: the change would be lost, or reduced on some workers only.
-
-        Raises:
-            RuntimeError: saying what to do instead.
-        """
-        result = self.wait()
-        # Where Horovod takes a GPU's gradient through the host, its own copy back counts as a change.
-        if self.grad._version != self._version and not (self._horovod_writes and self.grad.is_cuda):
-            raise RuntimeError(
-                f"the gradient of {self._info.name} was modified (unscaled, clipped, zeroed) after backward had started its "
-                "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
-                "optimizer.skip_synchronize()")
-        return result
-
-    def cancel(self) -> None:
-        """Wait, and leave gradient and state as if this had not been started; a lost collective is no error here."""
-        try:
-            self.wait()
-        except mpi_ops.HorovodInternalError:
-            pass
-
-    def _allreduce(self, tensor: torch.Tensor, name: str, op: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
-        self._horovod_writes = tensor.data_ptr() == self.grad.data_ptr()
-        self._handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, prescale_factor=prescale,
-                                                postscale_factor=postscale, process_set=self._reducer.process_set)
-
-    def _count(self, kind: str, payload: int) -> None:
-        self._reducer.stats.count(self._info.name, kind, self._info.numel, payload, self._info.world)
-
-    def _flatten(self) -> torch.Tensor:
-        """The gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy."""
-        return self.grad.detach().contiguous().view(-1).float()
-
-    def _land(self, flat: torch.Tensor) -> None:
-        """Bring a flat vector made by :meth:`_flatten` back into the gradient."""
-        if flat.data_ptr() == self.grad.data_ptr():
-            return
-        flat = flat.view(self.grad.shape)
-        if any(stride == 0 and length > 1 for stride, length in zip(self.grad.stride(), self.grad.shape)):
-            self.grad.set_(flat.to(self.grad.dtype))  # entries that share memory can't take different values
-        else:
-            self.grad.copy_(flat)
-
-
-class Dense(Exchange):
-    """Horovod's allreduce of the gradient as it is."""
-
-    def _start(self) -> None:
-        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        tensor = self.grad.detach().contiguous()
-        self._sent = tensor.float() if tensor.element_size() == 2 else tensor
-        predivide = self._reducer.predivide
-        self._allreduce(self._sent, self._info.name, self._reducer.op, 1 / predivide, predivide)
-        self._count("dense", self._sent.numel() * self._sent.element_size())
-
-    def finish(self) -> None:
-        self._wait_untouched()
-        self._land(self._sent.view(-1))
-
-
-class Sparse(Exchange):
-    """Horovod's exchange of a sparse gradient: an allgather of its indices and one of its values."""
-
-    def _start(self) -> None:
-        self._finish = mpi_ops.sparse_allreduce_async(self.grad, self._info.name, self._reducer.op,
-                                                      self._reducer.process_set)
-        self._count("sparse", sparse_bytes(self.grad))
-
-    def wait(self) -> torch.Tensor:
-        with self._reducer.stats.timed("wait"):
-            try:
-                return self._finish()
-            except (TypeError, AttributeError) as error:  # Horovod returns None for handles from before a reset
-                raise self._lost() from error
-
-    def finish(self) -> None:
-        self.grad = self.wait()
-
-
-class AllReduce(Exchange):
-    """A linear code: what it yields is summed by Horovod's allreduce, round by round."""
-
-    def _start(self) -> None:
-        self._flat = self._flatten()
-        self._rounds = self._slot.compressor.rounds(ops, self._flat, self._slot.state, self._info, self._flat)
-        self._round = 0
-        self._send(None)
-
-    def _send(self, total: torch.Tensor | None) -> bool:
-        """Hand the last round's sum to the code and send what it yields; whether there was anything."""
-        try:
-            with self._reducer.stats.timed("encode" if total is None else "decode"):
-                tensor = self._rounds.send(total)
-        except StopIteration as end:
-            self._flat = end.value
-            return False
-        self._allreduce(tensor, f"hvd_quant.{self._info.name}.{self._round}", Sum)
-        self._count("allreduce", tensor.numel() * tensor.element_size())
-        self._round += 1
-        return True
-
-    def finish(self) -> None:
-        total = self._wait_untouched()
-        while self._send(total):
-            total = self.wait()
-        if self._reducer.op == Sum:
-            self._flat.mul_(self._info.world)
-        self._land(self._flat)
-
-
-class AllGather(Exchange):
-    """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
-
-    def _start(self) -> None:
-        with self._reducer.stats.timed("encode"):
-            self._payload, self._error = self._encode()
-        try:
-            self._handle = mpi_ops.allgather_async(self._payload, name=f"hvd_quant.{self._info.name}",
-                                                   process_set=self._reducer.process_set)
-        except Exception:
-            self._version = self.grad._version
-            self._undo()
-            raise
-        self._count("allgather", self._payload.numel())
-
-    def _encode(self) -> tuple[torch.Tensor, Exception | None]:
-        """The payload; a worker that can't make one sends the reason, so that the others don't wait for it."""
-        compressor, state = self._slot.compressor, self._slot.state
-        try:
-            self._flat = self._flatten()
-            params = compressor.measure(ops, self._flat, state, self._info)
-            payload = compressor.encode(ops, self._flat, state, params, self._info)
-            if not (isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1):
-                raise TypeError(f"{compressor.name}.encode returned {_kind(payload)}, expected a 1-D uint8 tensor")
-            return payload.contiguous(), None
-        except Exception as error:
-            payload = wire.failure(compressor.name, self._info.numel, self._info.rank, f"{type(error).__name__}: {error}")
-            return torch.from_numpy(payload).to(self.grad.device), error
-
-    def _undo(self) -> None:
-        if self._error is None and self.grad._version == self._version:
-            self._slot.compressor.undo(ops, self._flat, self._slot.state, self._payload, self._info)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._undo()
-
-    def finish(self) -> None:
-        gathered = self._wait_untouched()
-        with self._reducer.stats.timed("decode"):
-            try:
-                self._decode(wire.split(gathered, self._info.world))
-            except wire.PayloadError as error:
-                raise wire.PayloadError(f"{self._info.name}: {error}") from self._error
-            self._land(self._flat)
-
-    def _decode(self, payloads: list[torch.Tensor]) -> None:
-        compressor, info = self._slot.compressor, self._info
-        flags = [wire.parse_header(wire.host_bytes(payload[:wire.HEADER_BYTES]), payload.numel(), compressor.name,
-                                   info.numel).flags for payload in payloads]
-        for flag, payload in zip(flags, payloads):
-            if flag & wire.FAILED:
-                self._undo()
-                wire.check(payload, compressor.name, info.numel, 0)  # raises the reason
-        if any(flag & wire.NONFINITE for flag in flags):
-            # The step is void for this tensor: nothing was sent, so nothing may leave the residual.
-            self._undo()
-            self._reducer.stats.void_tensors += 1
-        if self._reducer.op == Average:
-            compressor.decode_mean(ops, payloads, info, self._flat)
-        else:
-            compressor.decode_sum(ops, payloads, info, self._flat)
-
-
-def sparse_bytes(grad: torch.Tensor) -> int:
-    """Bytes of a sparse gradient's indices and values."""
-    return sum(t.numel() * t.element_size() for t in (grad._indices(), grad._values()))
-
-
-def _kind(x: Any) -> str:
-    return f"a {x.dim()}-D {x.dtype} tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+def _by(slots: Iterable[Slot], key: Callable[[Slot], Any]) -> dict[Any, list[Slot]]:
+    groups: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault(key(slot), []).append(slot)
+    return groups

@@ -13,7 +13,8 @@ import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, size
 
 from hvd_quant.compressors import Compressor
-from hvd_quant.torch.reducer import Exchange, Reducer
+from hvd_quant.torch.exchanges import Flight
+from hvd_quant.torch.reducer import Reducer
 
 
 def bind(compressor: Compressor, named_parameters: list[tuple[str, torch.Tensor]],
@@ -42,7 +43,7 @@ class Bound:
         self.state_dict = self._reducer.state_dict
         self.load_state_dict = self._reducer.load_state_dict
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Exchange | None]:
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Flight | None]:
         """Start the exchange of a parameter's gradient.
 
         Raises:
@@ -51,16 +52,17 @@ class Bound:
         started = self._reducer.start_unless_dense(self._name(tensor), tensor)
         return (tensor, None) if started is None else (torch.ones(1, dtype=torch.float32, device=tensor.device), started)
 
-    def decompress(self, tensor: torch.Tensor, ctx: Exchange | None) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, ctx: Flight | None) -> torch.Tensor:
         """Finish the exchange and return the reduced gradient."""
         if ctx is None:
             return tensor
-        ctx.finish()
+        self._reducer.complete([ctx])
+        grad = ctx.cargo[0].grad
         factor = round(tensor.item(), 2)  # gradient_predivide_factor leaves rounding errors
         if factor not in (1, self._reducer.process_set.size()):
             raise ValueError(f"Horovod reduced over {factor:g} workers, the compressor is bound to a process set of "
                              f"{self._reducer.process_set.size()}: give bind the optimizer's process_set")
-        return ctx.grad if factor == 1 else ctx.grad.mul_(factor)
+        return grad if factor == 1 else grad.mul_(factor)
 
     def _name(self, tensor: torch.Tensor) -> str:
         # Gradients arrive in about the same order each step, so the search starts where the last one ended.

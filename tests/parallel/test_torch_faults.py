@@ -121,7 +121,7 @@ def test_damaged_bytes_raise_the_same_sentence_everywhere(monkeypatch):
 
         monkeypatch.setattr(registry.compressor_class("onebit"), "encode", bad)
         backward(model, 0)
-        with pytest.raises(wire.PayloadError, match="2.weight: ") as caught:
+        with pytest.raises(wire.PayloadError, match=r"[02]\.(weight|bias): ") as caught:
             optimizer.step()
         monkeypatch.undo()
         assert len(set(hvd.allgather_object(str(caught.value)))) == 1

@@ -61,8 +61,7 @@ def test_the_same_as_a_simulation_of_all_workers(compressor, op):
         gradients = [{n: torch.randn(s, generator=torch.Generator().manual_seed(97 * step + 7 * r)) for n, s in shapes.items()}
                      for r in range(WORLD)]
         own = {n: g.clone() for n, g in gradients[RANK].items()}
-        for one in [reducer.start(n, g) for n, g in own.items()]:
-            one.finish()
+        reducer.complete([reducer.start(n, g) for n, g in own.items()])
         for name in shapes:
             flats = [g[name].reshape(-1).numpy() for g in gradients]
             if dense[name]:
@@ -115,12 +114,12 @@ def test_a_void_step_returns_the_residual(compressor):
     name, shape = "w", (5000,)
     reducer = Reducer([(name, torch.zeros(shape))], lambda _: compressor, hvd.Average, 1.0, hvd.global_process_set)
     generator = torch.Generator().manual_seed(RANK)
-    reducer.start(name, torch.randn(shape, generator=generator)).finish()
+    reducer.complete([reducer.start(name, torch.randn(shape, generator=generator))])
     before = reducer._slots[name].state["residual"].clone()
     gradient = torch.randn(shape, generator=generator)
     if RANK == 0:
         gradient[[3, 4000]] = float("inf")
-    reducer.start(name, gradient).finish()
+    reducer.complete([reducer.start(name, gradient)])
     assert torch.isnan(gradient).all()
     torch.testing.assert_close(reducer._slots[name].state["residual"], before, atol=1e-6, rtol=0)
     assert reducer.stats.void_tensors == 1

@@ -1,0 +1,463 @@
+"""A gradient's way through memory, encode, exchange, decode and merge, for gradients that travel together.
+
+Each exchange is a generator that reads from top to bottom: it yields the collectives it has started, and goes on with a
+collective's result once that is there. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import Average, ProcessSet, Sum
+
+from hvd_quant import wire
+from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.exchange import ranges
+from hvd_quant.exchange.stats import Stats
+from hvd_quant.ops import torch as ops
+
+OWNER = "owner."
+"""Starts the names of the state that a worker keeps as the owner of a range."""
+
+
+class Workers(NamedTuple):
+    """Who reduces with whom.
+
+    Attributes:
+        all: the workers to reduce over.
+        across: those that exchange payloads; with hierarchical exchange, of each host the one of this worker's local rank.
+        host: this host's workers, which are averaged first, or None.
+    """
+
+    all: ProcessSet
+    across: ProcessSet
+    host: ProcessSet | None = None
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """This worker's place among those of its host that take part, and how many they are."""
+        return (0, 1) if self.host is None else (self.host.rank(), self.host.size())
+
+
+class Collective(NamedTuple):
+    """A collective that was started: what :meth:`Flight.advance` waits for. ``last``: only writing the gradients is left."""
+
+    handle: Any
+    last: bool
+    started: float
+
+
+class Cargo:
+    """One gradient on its way.
+
+    Attributes:
+        slot: what is kept for its parameter.
+        info: what is known of the whole tensor at this step.
+        grad: the gradient; after the flight, the reduced one, in the same memory.
+        flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
+    """
+
+    def __init__(self, slot: Any, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
+        self.slot, self.info, self.grad, self._version = slot, info, grad, version
+        self.compressor: Compressor = slot.travels
+        self.error: Exception | None = None
+        self._encoded: list[tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, TensorInfo]] = []
+
+    def flatten(self) -> torch.Tensor:
+        self.flat = self.grad.detach().contiguous().view(-1).float()
+        return self.flat
+
+    def require_untouched(self, horovod_writes: bool = False) -> None:
+        """Refuse a gradient that was changed meanwhile: the change would be lost, or reduced on some workers only.
+
+        Arguments:
+            horovod_writes: into the gradient itself. Where Horovod takes a GPU's gradient through the host, its own copy back
+                counts as a change.
+
+        Raises:
+            RuntimeError: saying what to do instead.
+        """
+        if self.grad._version != self._version and not (horovod_writes and self.grad.is_cuda):
+            raise RuntimeError(
+                f"the gradient of {self.info.name} was modified (unscaled, clipped, zeroed) after backward had started its "
+                "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
+                "optimizer.skip_synchronize()")
+
+    def land(self, flat: torch.Tensor) -> None:
+        """Bring a flat vector back into the gradient."""
+        if flat.data_ptr() == self.grad.data_ptr():
+            return
+        flat = flat.view(self.grad.shape)
+        if any(stride == 0 and length > 1 for stride, length in zip(self.grad.stride(), self.grad.shape)):
+            self.grad.set_(flat.to(self.grad.dtype))  # entries that share memory can't take different values
+        else:
+            self.grad.copy_(flat)
+
+    # ------------------------------------------------------------------------------------- memory, encode, decode, undo
+
+    def take_back(self, places: int) -> None:
+        """Add to the gradient what was kept of earlier ones, since it travels uncompressed now.
+
+        Arguments:
+            places: the workers of this host that are averaged where it travels compressed.
+        """
+        flat = self.flatten()
+        first, last = self.slot.piece
+        residual = self.slot.state["residual"]
+        flat[first:last].add_(residual, alpha=places)
+        residual.zero_()
+        self.land(flat)
+        self._version = self.grad._version
+
+    def cut(self, workers: Workers, scatter: bool) -> None:
+        """Decide which entries travel from whom: ``cuts[i][j]`` is what worker j of those that exchange with the i-th worker
+        of each host sends in the last collective."""
+        numel, multiple, index = self.info.numel, self.compressor.range_multiple, self.slot.index
+        place, places = workers.local
+        self.cuts = []
+        for first, last in ranges(numel, multiple, places, index):
+            cuts = ranges(last - first, multiple, self.info.world, index) if scatter else [(0, last - first)] * self.info.world
+            self.cuts.append([(first + a, first + b) for a, b in cuts])
+        self.own = self.cuts[place]
+        self._piece = min(a for a, _ in self.own), max(b for _, b in self.own)
+
+    def encode(self) -> list[torch.Tensor]:
+        """The payloads of the entries that this worker has for each owner, or for all. A worker that can't make one sends the
+        reason, so that the others don't wait for it."""
+        state, (first, last) = self.slot.worker_state, self._piece
+        cuts = [cut for cut in dict.fromkeys(self.own) if _entries(cut)]
+        if not cuts:
+            return []
+        try:
+            params = self.compressor.measure(ops, self.flat[first:last], state, self.info.part(first, last))
+            for a, b in cuts:
+                part = {key: v[a - first:b - first] if v.shape == (last - first,) else v for key, v in state.items()}
+                self._encode(self.flat[a:b], part, params, self.info.part(a, b))
+            self.slot.kept = True
+            return [payload for _, _, payload, _ in self._encoded]
+        except Exception as error:
+            self.undo()
+            self.error = error
+            reason = f"{type(error).__name__}: {error}"
+            return [self._failure(b - a, self.info.rank, reason) for a, b in cuts]
+
+    def reduce(self, payloads: list[torch.Tensor]) -> torch.Tensor:
+        """As the owner of a range: its mean over the workers, encoded again with a residual of its own."""
+        a, b = self.own[self.info.rank]
+        info = self.info.part(a, b)
+        try:
+            for payload in payloads:
+                if self._flags(payload, info) & wire.FAILED:
+                    return self._failure(info.numel, *wire.failure_of(payload))
+            mean = self.compressor.decode_mean(ops, payloads, info, ops.new_vector(info.numel, payloads[0]))
+            state = self.slot.owner_state
+            params = self.compressor.measure(ops, mean, state, info)
+            return self._encode(mean, state, params, info)
+        except Exception as error:
+            self.error = error
+            return self._failure(info.numel, self.info.rank, str(error) if isinstance(error, wire.PayloadError) else
+                                 f"{type(error).__name__}: {error}")
+
+    def _encode(self, vector: torch.Tensor, state: dict[str, torch.Tensor], params: Any, info: TensorInfo) -> torch.Tensor:
+        payload = self.compressor.encode(ops, vector, state, params, info)
+        if not (isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1):
+            raise TypeError(f"{self.compressor.name}.encode returned {_kind(payload)}, expected a 1-D uint8 tensor")
+        self._encoded.append((vector, state, payload.contiguous(), info))
+        return self._encoded[-1][2]
+
+    def _failure(self, numel: int, rank: int, reason: str) -> torch.Tensor:
+        return torch.from_numpy(wire.failure(self.compressor.name, numel, rank, reason)).to(self.grad.device)
+
+    def _flags(self, payload: torch.Tensor, info: TensorInfo) -> int:
+        head = wire.host_bytes(payload[:wire.HEADER_BYTES])
+        return wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags
+
+    def undo(self) -> None:
+        """Return all state to what it was before the gradient was encoded, unless the gradient itself is lost."""
+        if self.grad._version == self._version:
+            for vector, state, payload, info in reversed(self._encoded):
+                try:
+                    self.compressor.undo(ops, vector, state, payload, info)
+                except wire.PayloadError:
+                    pass  # a code that has made what can't be decoded; all workers are about to be told
+        self._encoded.clear()
+
+    def flags(self, payloads: list[tuple[int, int, torch.Tensor]]) -> int:
+        """The flags of all payloads together.
+
+        Raises:
+            hvd_quant.wire.PayloadError: with the reason, if one is of a worker that failed; and for a header that is wrong.
+        """
+        flags = 0
+        for a, b, payload in payloads:
+            info = self.info.part(a, b)
+            flags |= self._flags(payload, info)
+            if flags & wire.FAILED:
+                wire.check(payload, self.compressor.name, info.numel, 0)  # raises the reason
+        return flags
+
+    def decode(self, payloads: list[tuple[int, int, torch.Tensor]], mean: bool) -> None:
+        """Write what payloads of (first, one past last) entry hold into ``flat``: their sum, or mean, where several are of the
+        same entries, in the order of ranks."""
+        at = 0
+        while at < len(payloads):
+            a, b, _ = payloads[at]
+            same = [payload for x, y, payload in payloads[at:at + self.info.world] if (x, y) == (a, b)]
+            decode = self.compressor.decode_mean if mean else self.compressor.decode_sum
+            decode(ops, same, self.info.part(a, b), self.flat[a:b])
+            at += len(same)
+
+
+class Flight:
+    """Gradients that travel together.
+
+    Attributes:
+        done: whether the gradients hold what was reduced.
+    """
+
+    def __init__(self, name: str, kind: str, cargo: list[Cargo], workers: Workers, op: int, predivide: float, stats: Stats) -> None:
+        self.name, self.kind, self.cargo, self.workers, self.op, self.predivide = name, kind, cargo, workers, op, predivide
+        self.stats, self.costs = stats, stats.buckets[name]
+        self.done = self.cancelled = False
+        self._route = {"dense": dense, "allreduce": allreduce}.get(kind, compressed)(self)
+        self._resume(None)
+
+    def timed(self, what: str) -> Any:
+        return self.stats.timed(what, self.costs)
+
+    def count(self, one: Cargo, nbytes: int) -> None:
+        among = self.workers.across if self.kind in ("allgather", "sra") else self.workers.all
+        self.stats.count(one.info.name, self.kind, one.info.numel, nbytes, among.size(), self.costs)
+
+    def start(self, kind: str, tensor: torch.Tensor, process_set: ProcessSet | None = None, label: str = "", last: bool = False,
+              **arguments: Any) -> Collective:
+        """Start a collective; if Horovod doesn't take it, the gradients are as if they had not been encoded."""
+        try:
+            handle = getattr(mpi_ops, f"{kind}_async{'_' if kind == 'allreduce' else ''}")(
+                tensor, name=self.name + label, process_set=process_set or self.workers.across, **arguments)
+        except Exception:
+            self.undo()
+            raise
+        return Collective(handle, last, time.perf_counter())
+
+    def arrived(self) -> bool:
+        """Whether the collective that was started last has a result."""
+        try:
+            return mpi_ops.poll(self._flying.handle)
+        except (ValueError, RuntimeError) as error:
+            raise self._lost() from error
+
+    @property
+    def landing(self) -> bool:
+        """Whether nothing is left to do but to write the gradients."""
+        return self._flying.last
+
+    def advance(self) -> None:
+        """Go on with a result that has arrived."""
+        result = mpi_ops.synchronize(self._flying.handle)
+        self.costs.flight_seconds += time.perf_counter() - self._flying.started
+        if result is None:
+            raise self._lost()
+        self._resume(result)
+
+    def _resume(self, result: Any) -> None:
+        self.done = True
+        try:
+            self._flying = self._route.send(result)
+            self.done = False
+        except StopIteration:
+            pass
+
+    def _lost(self) -> Exception:
+        return mpi_ops.HorovodInternalError(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
+
+    def undo(self) -> None:
+        for one in self.cargo:
+            one.undo()
+
+
+class Sparse:
+    """Horovod's exchange of a sparse gradient: an allgather of its indices and one of its values."""
+
+    def __init__(self, info: TensorInfo, grad: torch.Tensor, op: int, process_set: ProcessSet, stats: Stats) -> None:
+        self._info, self._stats = info, stats
+        self._finish = mpi_ops.sparse_allreduce_async(grad, info.name, op, process_set)
+        stats.count(info.name, "sparse", info.numel, sparse_bytes(grad), process_set.size())
+
+    def wait(self) -> torch.Tensor:
+        """The reduced gradient."""
+        with self._stats.timed("wait"):
+            try:
+                return self._finish()
+            except (TypeError, AttributeError) as error:  # Horovod returns None for handles from before a reset
+                raise mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset") from error
+
+
+def sparse_bytes(grad: torch.Tensor) -> int:
+    """Bytes of a sparse gradient's indices and values."""
+    return sum(t.numel() * t.element_size() for t in (grad._indices(), grad._values()))
+
+
+Route = Generator[Collective, Any, None]
+
+
+def dense(flight: Flight) -> Route:
+    """Horovod's allreduce of the gradients as they are; where there are several, of one vector that holds them all."""
+    cargo = flight.cargo
+    with flight.timed("encode"):
+        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
+        given = [one.grad.detach().contiguous() for one in cargo]
+        wide = [grad.float() if grad.element_size() == 2 else grad for grad in given]
+        vector = wide[0] if len(wide) == 1 else torch.cat([grad.view(-1) for grad in wide])
+    for one, grad in zip(cargo, wide):
+        flight.count(one, grad.numel() * grad.element_size())
+    yield flight.start("allreduce", vector, flight.workers.all, last=True, op=flight.op, prescale_factor=1 / flight.predivide,
+                       postscale_factor=flight.predivide)
+    if flight.cancelled:
+        return
+    for one in cargo:
+        one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
+    with flight.timed("decode"):
+        for one, part in zip(cargo, vector.view(-1).split([grad.numel() for grad in wide])):
+            one.land(part)
+
+
+def allreduce(flight: Flight) -> Route:
+    """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector."""
+    cargo, world = flight.cargo, flight.workers.all.size()
+    results = [one.flatten() for one in cargo]
+    codes = [one.compressor.rounds(ops, one.flat, one.slot.worker_state, one.info, one.flat) for one in cargo]
+    totals: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(cargo)))
+    number = 0
+    while True:
+        sent = {}
+        with flight.timed("decode" if number else "encode"):
+            for i, total in totals.items():
+                try:
+                    sent[i] = codes[i].send(total)
+                except StopIteration as end:
+                    results[i] = end.value
+            parts = [part.reshape(-1) for part in sent.values()]
+            vector = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None
+        if vector is None:
+            break
+        for i, part in zip(sent, parts):
+            flight.count(cargo[i], part.numel() * part.element_size())
+        yield flight.start("allreduce", vector, flight.workers.all, f".{number}", last=True, op=Sum)
+        if flight.cancelled:
+            return
+        if number == 0:
+            for one in cargo:
+                one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
+        totals = {i: part.view(sent[i].shape) for i, part in zip(sent, vector.split([part.numel() for part in parts]))}
+        number += 1
+    with flight.timed("decode"):
+        for one, result in zip(cargo, results):
+            one.land(result.mul_(world) if flight.op == Sum else result)
+
+
+def compressed(flight: Flight) -> Route:
+    """Payloads, to all workers ("allgather"), or to the owners of ranges that reduce them and send on ("sra").
+
+    1. With hierarchical exchange, the workers of a host average their gradients; each goes on with its range of them.
+    2. Each worker encodes its gradients, with what it had kept: one payload a gradient, or one for each range of it.
+    3. "sra": each owner gets the payloads of its range from all, adds them up in the order of ranks, divides, and encodes the
+       mean, with what it had kept.
+    4. All get all payloads. With hierarchical exchange, they are handed on within the host.
+    5. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits.
+    """
+    cargo, workers, scatter = flight.cargo, flight.workers, flight.kind == "sra"
+    rank, world = workers.across.rank(), workers.across.size()
+    place, places = workers.local
+    with flight.timed("encode"):
+        for one in cargo:
+            one.flatten()
+    if workers.host is not None:
+        vector = cargo[0].flat if len(cargo) == 1 else torch.cat([one.flat for one in cargo])
+        yield flight.start("allreduce", vector, workers.host, ".host", op=Average)
+        for one, part in zip(cargo, vector.split([one.flat.numel() for one in cargo])):
+            one.require_untouched(horovod_writes=True)
+            one.flat = part
+
+    with flight.timed("encode"):
+        for one in cargo:
+            one.cut(workers, scatter)
+        sent = [one.encode() for one in cargo]
+        sizes = [sum(payload.numel() for payload in payloads) for payloads in sent]
+        message = _joined([payload for payloads in sent for payload in payloads], cargo[0])
+    for one, nbytes in zip(cargo, sizes):
+        flight.count(one, nbytes)
+
+    if scatter:
+        with flight.timed("encode"):
+            queues = [iter(payloads) for payloads in sent]
+            by_owner = [[next(queue) for one, queue in zip(cargo, queues) if _entries(one.own[owner])] for owner in range(world)]
+            message = _joined([payload for payloads in by_owner for payload in payloads], cargo[0])
+            splits = torch.tensor([sum(payload.numel() for payload in payloads) for payloads in by_owner], dtype=torch.int32)
+        received, lengths = yield flight.start("alltoall", message, label=".owners", splits=splits)
+        with flight.timed("decode"):
+            owned = [one for one in cargo if _entries(one.own[rank])]
+            expected = [payload.numel() for payload in by_owner[rank]]
+            try:
+                columns = [wire.split(part, len(owned), expected) for part in received.split(lengths.tolist())]
+                reduced = [one.reduce(list(payloads)) for one, payloads in zip(owned, zip(*columns))]
+            except wire.PayloadError as error:
+                reduced = [one._failure(_entries(one.own[rank]), rank, str(error)) for one in owned]
+            message = _joined(reduced, cargo[0])
+
+    gathered = yield flight.start("allgather", message, last=workers.host is None)
+    if workers.host is not None:
+        gathered = yield flight.start("allgather", gathered, workers.host, ".handed_on", last=True)
+
+    if flight.cancelled:
+        flight.undo()
+        return
+    for one in cargo:
+        one.require_untouched(horovod_writes=workers.host is not None)
+    with flight.timed("decode"):
+        manifest = [(one, *one.cuts[i][j]) for i in range(places) for j in range(world) for one in cargo if _entries(one.cuts[i][j])]
+        expected = [one.compressor.payload_bytes(one.info.part(a, b)) for one, a, b in manifest]
+        arrived: dict[Cargo, list[tuple[int, int, torch.Tensor]]] = {one: [] for one in cargo}
+        one = cargo[0]
+        try:
+            for (one, a, b), payload in zip(manifest, wire.split(gathered, len(manifest), expected)):
+                arrived[one].append((a, b, payload))
+            flags = {}
+            for one, payloads in arrived.items():
+                flags[one] = one.flags(payloads)
+        except wire.PayloadError as error:
+            flight.undo()
+            raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+        for one, payloads in arrived.items():
+            void = flags[one] & wire.NONFINITE
+            if void:
+                # Nothing was received for this tensor, so nothing may leave the residuals.
+                one.undo()
+                flight.stats.void_tensors += 1
+            try:
+                one.decode(payloads, mean=not scatter and flight.op == Average)
+            except wire.PayloadError as error:
+                raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+            if void:
+                one.flat.fill_(float("nan"))
+            elif flight.op != Average and (scatter or places > 1):
+                one.flat.mul_(places * world if scatter else places)
+            one.land(one.flat)
+
+
+def _entries(cut: tuple[int, int]) -> int:
+    return cut[1] - cut[0]
+
+
+def _joined(payloads: list[torch.Tensor], like: Cargo) -> torch.Tensor:
+    if len(payloads) == 1:
+        return payloads[0]
+    return torch.cat(payloads) if payloads else torch.empty(0, dtype=torch.uint8, device=like.grad.device)
+
+
+def _kind(x: Any) -> str:
+    return f"a {x.dim()}-D {x.dtype} tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
