@@ -1,0 +1,241 @@
+"""The exchange benchmark without its cluster: workloads, sizes, limits, streaming twins, and what becomes of the figures."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+ops = pytest.importorskip("hvd_quant.ops.torch", exc_type=ImportError)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import allreduce  # noqa: E402
+from allreduce import BASELINE, IDEAL, Key, grid, parse  # noqa: E402
+from cluster import HEADERS  # noqa: E402
+
+from hvd_quant import get_compressor, wire  # noqa: E402
+from hvd_quant.compressors import TensorInfo  # noqa: E402
+
+CODES = [get_compressor(code) for code in allreduce.CODES]
+each_code = pytest.mark.parametrize("compressor", CODES, ids=lambda c: c.name)
+WHOLE = TensorInfo.whole("w", (300, 300), world=2)
+each_range = pytest.mark.parametrize("info", [WHOLE, WHOLE.part(49152, 90000), WHOLE.part(0, 16384)], ids=lambda i: str(i.range))
+
+
+# ------------------------------------------------------------------------------------------------------------ workloads
+
+def test_resnet50_is_resnet50():
+    shapes = allreduce.WORKLOADS["resnet50"]
+    assert len(shapes) == 161 and allreduce.entries("resnet50") == 25_557_032
+    convolutions = [shape for shape in shapes if len(shape) == 4]
+    assert len(convolutions) == 53 and shapes[0] == (64, 3, 7, 7) and shapes[-2:] == [(1000, 2048), (1000,)]
+    assert convolutions.count((512, 512, 3, 3)) == 3 and convolutions.count((2048, 1024, 1, 1)) == 1
+
+
+def test_transformer_is_pytorchs():
+    with torch.device("meta"):  # which has its own norm at the end of encoder and decoder, and projects q, k, v together
+        theirs = sum(p.numel() for p in torch.nn.Transformer(512, 8, 6, 6, 2048, batch_first=True).parameters()) - 2 * 2 * 512
+    assert allreduce.entries("transformer") == 60_522_496 == theirs + 32000 * 512
+
+
+# ----------------------------------------------------------------------------------------------------------------- grid
+
+def test_the_default_grid_leaves_out_what_takes_long():
+    keys = grid(parse(["run", "--json", "x"]))
+    everything = grid(parse(["run", "--json", "x", "--all"]))
+    assert len(set(everything)) == len(everything) == 3 * 3 * len(allreduce.WORKLOADS) * len(allreduce.ROWS)
+    assert set(keys) < set(everything)
+    assert {key.workers for key in keys if key.workload == "8192x8192"} == {4}
+    # What everything is compared with is there wherever something else is.
+    assert {key[:3] for key in keys} == {key[:3] for key in keys if key.row == BASELINE}
+
+
+def test_patterns_choose():
+    keys = grid(parse(["run", "--json", "x", "--workers", "2", "--rates", "1gbit", "--workloads", "4096*", "--rows", "topk*"]))
+    assert keys == [Key(2, "1gbit", "4096x4096", row) for row in ("topk:exchange=allgather", "topk:exchange=sra")]
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--rates", "fast"], "the rate is 'fast'"), (["--rows", "lookfor"], "no point of the grid matches")])
+def test_arguments_are_checked(arguments, sentence, capsys):
+    with pytest.raises(SystemExit):
+        parse(["run", "--json", "x", *arguments])
+    assert sentence in capsys.readouterr().err
+
+
+def test_rows_of_a_version_to_come_are_left_out():
+    assert allreduce.unavailable("sorcery:exchange=allgather").startswith("there is no compressor 'sorcery'")
+    assert allreduce.unavailable("topk:exchange=telepathy").startswith("topk: exchange='telepathy' is not accepted")
+    for row in (BASELINE, allreduce.POWERSGD, "none", "onebit:exchange=allgather", IDEAL + "topk:exchange=allgather"):
+        assert allreduce.unavailable(row) is None
+
+
+# ------------------------------------------------------------------------------------------------------ streaming twins
+
+@each_code
+@each_range
+def test_a_twin_sends_payloads_that_are_accepted(compressor, info):
+    twin = allreduce.streaming(compressor)
+    grad, residual = torch.randn(info.numel), torch.zeros(info.numel)
+    params = twin.measure(ops, grad, {"residual": residual}, info)
+    payloads = [twin.encode(ops, grad, {"residual": residual}, params, info) for _ in range(2)]
+    assert torch.equal(residual, grad + grad)  # one pass an encode
+    real = compressor.encode(ops, grad, {"residual": residual}, compressor.measure(ops, grad, {"residual": residual}, info), info)
+    for payload in wire.split(torch.cat(payloads), 2):
+        assert payload.shape == real.shape == (compressor.payload_bytes(info),)
+        header = wire.parse_header(wire.host_bytes(payload[:wire.HEADER_BYTES]), payload.numel(), compressor.name, info.numel)
+        assert header.flags == 0
+    assert not compressor.decode_sum(ops, payloads, info).any()  # the checksum fits too
+
+
+@each_code
+def test_a_twin_stays_in_its_range(compressor):
+    info = WHOLE.part(16384, 49152)
+    twin = allreduce.streaming(compressor)
+    grad, room, residuals = torch.ones(WHOLE.numel), torch.ones(WHOLE.numel), torch.ones(WHOLE.numel)
+    mine = slice(*info.range)
+    payload = twin.encode(ops, grad[mine], {"residual": residuals[mine]}, None, info)
+    for decode in (twin.decode_sum, twin.decode_mean):
+        room.fill_(1.0)
+        assert decode(ops, [payload], info, room[mine]).data_ptr() == room[mine].data_ptr()
+        assert not room[mine].any() and room.sum() == WHOLE.numel - info.numel
+        assert decode(ops, [payload], info).shape == (info.numel,)
+    assert grad.sum() == WHOLE.numel and residuals.sum() == WHOLE.numel + info.numel
+
+
+def test_only_residuals_are_streamed():
+    with pytest.raises(ValueError, match="fp16 keeps no residual"):
+        allreduce.streaming(get_compressor("fp16"))
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+def test_gradients_differ_between_iterations_and_workers():
+    def written(seed, iteration):
+        gradients = [torch.empty(4, 8), torch.empty(7)]
+        allreduce.Pool(39, seed).write(gradients, iteration)
+        return torch.cat([g.view(-1) for g in gradients])
+
+    first = written(0, 0)
+    assert torch.equal(first, written(0, 0))
+    for other in (written(0, 1), written(1, 0)):
+        assert not (first == other).any()
+
+
+def test_ddp_is_handed_gradients_without_a_copy():
+    model, clock = allreduce.Model([(3, 4), (5,)]), []
+    allreduce.Pool(17, 0).write(model.gradients, 0)
+    model(clock).backward()
+    assert [p.grad.data_ptr() for p in model.weights] == [g.data_ptr() for g in model.gradients] and len(clock) == 1
+
+
+def test_the_slowest_worker_makes_the_time():
+    def samples(*times, encode=1.0):
+        return [{"seconds": t, "encode_seconds": encode} for t in times]
+
+    figures = allreduce.summary([(samples(1, 5, 2, 1), {"wire_bytes": 7}), (samples(2, 1, 9, 3, encode=3.0), {"wire_bytes": 8})])
+    assert figures["seconds"] == 4 and figures["iterations"] == 4 and figures["wire_bytes"] == 7  # of 2 5 9 3
+    assert figures["encode_seconds"] == 2
+    assert 2 <= figures["quartiles"][0] < 4 < figures["quartiles"][1] <= 9
+
+
+def point(key, seconds, **more):
+    return {**key._asdict(), "seconds": seconds, "quartiles": [0.9 * seconds, 1.1 * seconds], "link_bytes": 1e6, "load": 0.5,
+            "memory": {"encode": 12e9, "decode": 8e9}, **more}
+
+
+def test_the_limit_is_wire_and_two_passes():
+    coded = {"wire_bytes": 1e6, "encode_bytes": 12e6, "decode_bytes": 4e6}
+    passes = 0.001 + 0.0005
+    assert allreduce.limit(point(Key(4, "1gbit", "x", "topk"), 1, **coded)) == pytest.approx(0.008 * HEADERS + passes)
+    assert allreduce.limit(point(Key(4, "unlimited", "x", "topk"), 1, **coded)) == pytest.approx(passes)
+    assert allreduce.limit(point(Key(4, "1gbit", "x", allreduce.POWERSGD), 1)) == pytest.approx(0.008 * HEADERS)  # what was seen
+
+
+def test_calculated_bytes():
+    """Of 4096 x 4096 onebit: 8 bytes a block of 2048, a bit an entry, and a header."""
+    payload = 32 + 2**24 // 2048 * 8 + 2**24 // 8
+    assert allreduce.exchanged_bytes("onebit:exchange=allgather", 2**24, 4) == 3 * payload
+    assert allreduce.exchanged_bytes("onebit:exchange=sra", 2**24, 4) == 2 * 3 * ((payload - 32) / 4 + 32)
+    few = get_compressor("threshold:tau=6").payload_bytes(TensorInfo.whole("", (2**24,)))
+    assert allreduce.exchanged_bytes("threshold:tau=6,exchange=allgather", 2**24, 2) == few
+
+
+@pytest.mark.parametrize("value, text", [(0, "0.00"), (0.0071, "0.007"), (0.126, "0.13"), (9.996, "10.0"), (99.96, "100"),
+                                         (1234.5, "1,234")])
+def test_digits(value, text):
+    assert allreduce.digits(value) == text
+
+
+# --------------------------------------------------------------------------------------------------- files and report
+
+ROW = "topk:exchange=allgather"
+TIMES = {BASELINE: 1.0, "DDP fp32": 2.0, ROW: 0.25, IDEAL + ROW: 0.125}
+
+
+@pytest.fixture
+def results():
+    parts = {"encode_seconds": 0.05, "wait_seconds": 0.1, "decode_seconds": 0.02, "wire_bytes": 1e6}
+    points = [point(Key(workers, rate, workload, row), seconds, **(parts if "topk" in row else {}))
+              for workers in (2, 4) for rate in ("10gbit", "1gbit", "unlimited") for workload in ("64x64", "4096x4096")
+              for row, seconds in TIMES.items()]
+    return {"settings": {"seconds": 1.0, "controller": "gloo"}, "machine": allreduce.machine(), "points": points}
+
+
+def test_what_is_saved_is_read_and_resumed(tmp_path, results, monkeypatch):
+    path = tmp_path / "figures.json"
+    allreduce.save(results, path)
+    assert json.loads(path.read_text()) == results and list(tmp_path.iterdir()) == [path]
+    resumed = allreduce.begin(path, True, results["settings"])
+    assert resumed == results
+    keys = [Key(2, "1gbit", "64x64", ROW), Key(8, "1gbit", "64x64", ROW), Key(2, "1gbit", "128x128", ROW)]
+    assert allreduce.missing(keys, resumed["points"]) == keys[1:]
+    assert allreduce.begin(tmp_path / "other.json", False, results["settings"])["points"] == []
+    with pytest.raises(ValueError, match="exists: give --resume"):
+        allreduce.begin(path, False, results["settings"])
+    with pytest.raises(ValueError, match="other settings: seconds is 1.0 there and 2.0 here"):
+        allreduce.begin(path, True, {**results["settings"], "seconds": 2.0})
+    monkeypatch.setattr(allreduce, "machine", lambda: {**results["machine"], "cores": 77})
+    with pytest.raises(ValueError, match="other machine: cores is"):
+        allreduce.begin(path, True, results["settings"])
+
+
+def test_the_report_replaces_what_is_between_the_marks(tmp_path, results):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    path, page = tmp_path / "figures.json", tmp_path / "README.md"
+    path.write_text(json.dumps(results))
+    page.write_text(f"# before\n{allreduce.BEGIN}\nold\n{allreduce.END}\nafter\n")
+    for _ in range(2):  # the second time, over its own report
+        allreduce.report(path, page)
+    text = page.read_text()
+    assert text.startswith("# before\n") and text.endswith(f"{allreduce.END}\nafter\n") and "\nold\n" not in text
+    lines = text.splitlines()
+    titles = [line for line in lines if line.startswith("### ")]
+    assert titles[:3] == ["### 2 workers, 1gbit", "### 2 workers, 10gbit", "### 2 workers, unlimited"] and len(titles) == 12
+    cells = [cell.strip() for cell in next(line for line in lines if line.startswith(f"| {ROW} ")).strip("|").split("|")]
+    assert cells == [ROW, "250 (4.00)", "250 (4.00)"]
+    detail = lines[lines.index("### 4096x4096, 4 workers, 1gbit, in detail"):]
+    cells = [cell.strip() for cell in next(line for line in detail if line.startswith(f"| {ROW} ")).strip("|").split("|")]
+    assert cells[1:9] == ["250", "225 … 275", "4.00", "50.0", "100", "20.0", "8.36", "125"]
+    for image in ("speedup.png", "breakdown.png", "bytes.png"):
+        assert f"]({image})" in text and (tmp_path / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_needs_marks_and_points(tmp_path, results):
+    path, page = tmp_path / "figures.json", tmp_path / "README.md"
+    path.write_text(json.dumps(results))
+    page.write_text(f"{allreduce.BEGIN}\nthe end is missing\n")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        allreduce.report(path, page)
+    path.write_text(json.dumps({**results, "points": []}))
+    page.write_text(f"{allreduce.BEGIN}\n{allreduce.END}\n")
+    with pytest.raises(ValueError, match="has no points"):
+        allreduce.report(path, page)
+    assert page.read_text() == f"{allreduce.BEGIN}\n{allreduce.END}\n"
+
+
+def test_the_page_has_its_marks():
+    text = (Path(allreduce.__file__).parents[1] / "docs" / "benchmarks" / "README.md").read_text()
+    assert text.count(allreduce.BEGIN) == text.count(allreduce.END) == 1
