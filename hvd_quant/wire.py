@@ -24,6 +24,7 @@ import functools
 import itertools
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,19 +187,29 @@ def split(payloads: Any, count: int, sizes: list[int] | None = None) -> list[Any
     Raises:
         PayloadError: if it can't be cut into ``count`` payloads.
     """
+    return [payload for payload, _ in split_with_heads(payloads, count, lambda: sizes)]
+
+
+def split_with_heads(payloads: Any, count: int, sizes: Callable[[], list[int] | None]) -> list[tuple[Any, bytes]]:
+    """:func:`split`, with each payload's header as :func:`parse_header` takes it, and ``sizes`` asked for only if needed."""
     total = payloads.shape[0]
     on_host = not hasattr(payloads, "cpu") or payloads.device.type == "cpu"
-    head = memoryview(np.asarray(payloads)) if on_host else None
-    bounds = [0]
-    while bounds[-1] + HEADER_BYTES <= total and len(bounds) <= count:
-        start = bounds[-1]
-        header = head[start:start + HEADER_BYTES] if on_host else host_bytes(payloads[start:start + HEADER_BYTES])
-        bounds.append(start + HEADER_BYTES + _HEADER.unpack(header)[5])
-    if len(bounds) != count + 1 or bounds[-1] != total:
-        if sizes is None:
-            sizes = [total // count] * count if count and total % count == 0 and total >= count * HEADER_BYTES else []
-        bounds = list(itertools.accumulate(sizes, initial=0))
+    held = memoryview(np.asarray(payloads)) if on_host else None
+
+    def head(start: int) -> bytes:
+        return bytes(held[start:start + HEADER_BYTES]) if on_host else host_bytes(payloads[start:start + HEADER_BYTES])
+
+    bounds, heads = [0], []
+    while bounds[-1] + HEADER_BYTES <= total and len(heads) < count:
+        heads.append(head(bounds[-1]))
+        bounds.append(bounds[-1] + HEADER_BYTES + _HEADER.unpack(heads[-1])[5])
+    if len(heads) != count or bounds[-1] != total:
+        expected = sizes()
+        if expected is None:
+            expected = [total // count] * count if count and total % count == 0 and total >= count * HEADER_BYTES else []
+        bounds = list(itertools.accumulate(expected, initial=0))
         if len(bounds) != count + 1 or bounds[-1] != total:
             raise PayloadError(f"{count} payloads came as {total} bytes whose headers tell other lengths: a payload is damaged, "
                                "or compression settings differ between workers")
-    return [payloads[start:stop] for start, stop in itertools.pairwise(bounds)]
+        heads = [head(start) for start in bounds[:-1]]
+    return [(payloads[start:stop], head) for start, stop, head in zip(bounds, bounds[1:], heads)]

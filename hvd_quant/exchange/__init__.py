@@ -28,7 +28,7 @@ def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
         return "dense"
     exchange = compressor.exchange
     if exchange == "auto":
-        exchange = cost.decide(compressor, [info], cost.TYPICAL, mpi).exchange
+        exchange = cost.decide(compressor, [info], mpi=mpi).exchange
     payload = compressor.payload_bytes(info)
     if mpi and gathered_bytes(exchange, payload, info.world) >= MPI_COUNT_LIMIT:
         raise ValueError(

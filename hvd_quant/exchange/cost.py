@@ -7,6 +7,7 @@ proportional to the number of entries. All workers hold the same figures, so the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -88,15 +89,16 @@ class Costs:
 _UNKNOWN = Rates(1e-9, 1e-9, 0.5e-9, 1e-4)
 
 
-def _typical() -> Costs:
-    """Four workers on 1 Gb/s Ethernet, about."""
-    second_per_byte, latency = 8e-9, dict.fromkeys(COLLECTIVES, 1.5e-3) | {"alltoall": 2.5e-3}
-    hops = {"allreduce": 1.5, "allreduce_fp16": 3.0, "allgather": 3.0, "alltoall": 0.75}
-    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * second_per_byte) for n in (0, 2**20)) for kind in COLLECTIVES})
+@functools.cache
+def typical(world: int) -> Costs:
+    """What is assumed where nothing was measured: 1 Gb/s Ethernet, about."""
+    ring = (world - 1) / world
+    hops = {"allreduce": 2 * ring, "allreduce_fp16": 4 * ring, "allgather": world - 1, "alltoall": ring}
+    latency = dict.fromkeys(COLLECTIVES, 1.5e-3) | {"alltoall": 2.5e-3}
+    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * 8e-9) for n in (0, 2**20)) for kind in COLLECTIVES})
 
 
-TYPICAL = _typical()
-"""What is assumed where nothing was measured."""
+TYPICAL = None
 
 
 def key_of(compressor: Compressor) -> str:
@@ -106,17 +108,18 @@ def key_of(compressor: Compressor) -> str:
                                               if field.name in common}).spec
 
 
-def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs, mpi: bool = False) -> Compressor:
+def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None = None, mpi: bool = False) -> Compressor:
     """As what tensors that travel together go: the compressor with one of its exchanges, or, where it says ``only_if_faster``,
     fp16 or none if that takes less time.
 
     Arguments:
         infos: of the tensors; their world is the number of workers.
-        costs: the same on all workers.
+        costs: the same on all workers; :func:`typical` where None.
         mpi: whether collectives have MPI's 32-bit counts.
     """
     from hvd_quant.exchange import MPI_COUNT_LIMIT, gathered_bytes
 
+    costs = costs or typical(infos[0].world)
     exchanges = [compressor.exchange]
     if compressor.exchange == "auto":
         exchanges = ["allreduce"] if compressor.linear else ["allgather", "sra"]

@@ -6,6 +6,7 @@ collective's result once that is there. Nothing here waits.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Generator
 from typing import Any, NamedTuple
@@ -145,14 +146,19 @@ class Cargo:
             reason = f"{type(error).__name__}: {error}"
             return [self._failure(b - a, self.info.rank, reason) for a, b in cuts]
 
-    def reduce(self, payloads: list[torch.Tensor]) -> torch.Tensor:
-        """As the owner of a range: its mean over the workers, encoded again with a residual of its own."""
+    def reduce(self, arrived: list[tuple[torch.Tensor, bytes]]) -> torch.Tensor:
+        """As the owner of a range: its mean over the workers, encoded again with a residual of its own.
+
+        Arguments:
+            arrived: all workers' payloads of the range, with their headers.
+        """
         a, b = self.own[self.info.rank]
         info = self.info.part(a, b)
         try:
-            for payload in payloads:
-                if self._flags(payload, info) & wire.FAILED:
+            for payload, head in arrived:
+                if wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags & wire.FAILED:
                     return self._failure(info.numel, *wire.failure_of(payload))
+            payloads = [payload for payload, _ in arrived]
             mean = self.compressor.decode_mean(ops, payloads, info, ops.new_vector(info.numel, payloads[0]))
             state = self.slot.owner_state
             params = self.compressor.measure(ops, mean, state, info)
@@ -172,10 +178,6 @@ class Cargo:
     def _failure(self, numel: int, rank: int, reason: str) -> torch.Tensor:
         return torch.from_numpy(wire.failure(self.compressor.name, numel, rank, reason)).to(self.grad.device)
 
-    def _flags(self, payload: torch.Tensor, info: TensorInfo) -> int:
-        head = wire.host_bytes(payload[:wire.HEADER_BYTES])
-        return wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags
-
     def undo(self) -> None:
         """Return all state to what it was before the gradient was encoded, unless the gradient itself is lost."""
         if self.grad._version == self._version:
@@ -186,30 +188,26 @@ class Cargo:
                     pass  # a code that has made what can't be decoded; all workers are about to be told
         self._encoded.clear()
 
-    def flags(self, payloads: list[tuple[int, int, torch.Tensor]]) -> int:
+    def flags(self, arrived: list[tuple[TensorInfo, torch.Tensor, bytes]]) -> int:
         """The flags of all payloads together.
 
         Raises:
             hvd_quant.wire.PayloadError: with the reason, if one is of a worker that failed; and for a header that is wrong.
         """
         flags = 0
-        for a, b, payload in payloads:
-            info = self.info.part(a, b)
-            flags |= self._flags(payload, info)
+        for info, payload, head in arrived:
+            flags |= wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags
             if flags & wire.FAILED:
                 wire.check(payload, self.compressor.name, info.numel, 0)  # raises the reason
         return flags
 
-    def decode(self, payloads: list[tuple[int, int, torch.Tensor]], mean: bool) -> None:
-        """Write what payloads of (first, one past last) entry hold into ``flat``: their sum, or mean, where several are of the
-        same entries, in the order of ranks."""
-        at = 0
-        while at < len(payloads):
-            a, b, _ = payloads[at]
-            same = [payload for x, y, payload in payloads[at:at + self.info.world] if (x, y) == (a, b)]
-            decode = self.compressor.decode_mean if mean else self.compressor.decode_sum
-            decode(ops, same, self.info.part(a, b), self.flat[a:b])
-            at += len(same)
+    def decode(self, arrived: list[tuple[TensorInfo, torch.Tensor, bytes]], mean: bool) -> None:
+        """Write what payloads hold into ``flat``: their sum, or mean, where several are of the same entries, in the order of
+        ranks."""
+        decode = self.compressor.decode_mean if mean else self.compressor.decode_sum
+        for (a, b), same in itertools.groupby(arrived, key=lambda one: one[0].range):
+            payloads = [(info, payload) for info, payload, _ in same]
+            decode(ops, [payload for _, payload in payloads], payloads[0][0], self.flat[a:b])
 
 
 class Flight:
@@ -403,7 +401,7 @@ def compressed(flight: Flight) -> Route:
             owned = [one for one in cargo if _entries(one.own[rank])]
             expected = [payload.numel() for payload in by_owner[rank]]
             try:
-                columns = [wire.split(part, len(owned), expected) for part in received.split(lengths.tolist())]
+                columns = [wire.split_with_heads(part, len(owned), lambda: expected) for part in received.split(lengths.tolist())]
                 reduced = [one.reduce(list(payloads)) for one, payloads in zip(owned, zip(*columns))]
             except wire.PayloadError as error:
                 reduced = [one._failure(_entries(one.own[rank]), rank, str(error)) for one in owned]
@@ -420,12 +418,13 @@ def compressed(flight: Flight) -> Route:
         one.require_untouched(horovod_writes=workers.host is not None)
     with flight.timed("decode"):
         manifest = [(one, *one.cuts[i][j]) for i in range(places) for j in range(world) for one in cargo if _entries(one.cuts[i][j])]
-        expected = [one.compressor.payload_bytes(one.info.part(a, b)) for one, a, b in manifest]
-        arrived: dict[Cargo, list[tuple[int, int, torch.Tensor]]] = {one: [] for one in cargo}
+        arrived: dict[Cargo, list[tuple[TensorInfo, torch.Tensor, bytes]]] = {one: [] for one in cargo}
         one = cargo[0]
         try:
-            for (one, a, b), payload in zip(manifest, wire.split(gathered, len(manifest), expected)):
-                arrived[one].append((a, b, payload))
+            parts = wire.split_with_heads(gathered, len(manifest), lambda: [
+                one.compressor.payload_bytes(one.info.part(a, b)) for one, a, b in manifest])
+            for (one, a, b), (payload, head) in zip(manifest, parts):
+                arrived[one].append((one.info.part(a, b), payload, head))
             flags = {}
             for one, payloads in arrived.items():
                 flags[one] = one.flags(payloads)

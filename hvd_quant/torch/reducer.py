@@ -111,10 +111,12 @@ class Reducer:
         self._flying: list[Flight] = []
         self._arrivals: list[str] = []  # of gradients in the first step, here
         self._order: list[str] = []  # and on the first worker, for all
-        self._costs: cost.Costs | None = None
+        self._costs: cost.Costs | None = None  # what was measured
+        self._settled = False
         self._plan: dict[Slot, Bucket] = {}
         self._planned_for: Any = None
         self._by_host: Workers | None = None
+        self._amid = False  # a step: gradients have arrived that are not reduced yet
         if process_set.included():
             for name, p in named_parameters:
                 self.add(name, p)
@@ -151,8 +153,9 @@ class Reducer:
 
     def _at(self, name: str) -> tuple[Slot, Bucket]:
         self._keep_plan()
+        self._amid = True
         slot = self._slots[name]
-        if self._costs is None:
+        if not self._settled:
             self._arrivals.append(name)
         return slot, self._plan[slot]
 
@@ -186,7 +189,7 @@ class Reducer:
         flights = [flight for bucket in planned for flight in bucket.flights]
         self._forget()
         self.complete(flights)
-        if flights and self._costs is None:
+        if flights and not self._settled:
             self._settle()
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
 
@@ -215,6 +218,7 @@ class Reducer:
                 pass  # what was lost needs no cancelling
 
     def _forget(self) -> None:
+        self._amid = False
         for bucket in self._plan.values():
             bucket.arrived, bucket.away, bucket.flights, bucket.started = {}, set(), [], False
 
@@ -295,7 +299,7 @@ class Reducer:
     def _info(self, slot: Slot) -> TensorInfo:
         """What is known of the next exchange; elastic jobs change their size between steps."""
         across = self._workers(slot.compressor).across
-        return dataclasses.replace(slot.info, step=slot.step, rank=across.rank(), world=across.size())
+        return slot.info.at(step=slot.step, rank=across.rank(), world=across.size())
 
     def _kind(self, slot: Slot, info: TensorInfo) -> str:
         if self.process_set.size() == 1:
@@ -304,16 +308,20 @@ class Reducer:
 
     def _typical(self, slot: Slot, info: TensorInfo) -> TensorInfo:
         """The largest part of a tensor that a worker of this host exchanges: all of them have to choose alike."""
+        if not slot.compressor.hierarchical:
+            return info
         places = self._workers(slot.compressor).local[1]
         pieces = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)
         return info.part(*max(pieces, key=lambda piece: piece[1] - piece[0]))
 
     def _keep_plan(self) -> None:
         """Make buckets, and decide how each travels, where parameters came, or workers came or went."""
+        if self._amid and len(self._plan) == len(self._slots):
+            return
         now = (len(self._slots), self._whose())
         if now == self._planned_for or not self.process_set.included():
             return
-        if any(bucket.arrived or bucket.away for bucket in self._plan.values()):
+        if self._amid:
             # Parameters that come amid a step, unfrozen, travel by themselves until it is over.
             self._fill([name for name, slot in self._slots.items() if slot not in self._plan])
             return
@@ -345,27 +353,27 @@ class Reducer:
                     self._make_room(slot)
 
     def _decide(self, compressor: Compressor, slots: list[Slot]) -> Compressor:
-        infos = [self._typical(slot, dataclasses.replace(self._info(slot), step=compressor.warmup)) for slot in slots]
+        infos = [self._typical(slot, self._info(slot).at(step=compressor.warmup)) for slot in slots]
         # An elastic job that starts with one worker may get more.
-        infos = [dataclasses.replace(info, world=max(2, info.world)) for info in infos]
+        infos = [info.at(world=max(2, info.world)) for info in infos]
         infos = [info for info in infos if exchange.compressible(compressor, info)]
         if not infos:
             return _NONE
         resumed = {slot.resumed for slot in slots}
         if len(resumed) == 1 and None not in resumed:
             return resumed.pop()
-        if compressor.only_if_faster and self._costs is None and not network.ELASTIC:
+        if compressor.only_if_faster and not self._settled and not network.ELASTIC:
             return _NONE  # until it is known, after the first step
         if compressor.only_if_faster and network.ELASTIC:
             _log.warning("%s: in an elastic job the network is not measured, since workers that join would wait for the others; "
                          "gradients are compressed", compressor.spec)
             compressor = dataclasses.replace(compressor, only_if_faster=False)
-        return cost.decide(compressor, infos, self._costs or cost.TYPICAL, mpi_ops.mpi_enabled())
+        return cost.decide(compressor, infos, self._costs, mpi_ops.mpi_enabled())
 
     def _settle(self) -> None:
         """After the first step, when all workers are here: agree on the order of gradients, and measure where something
         depends on it. In an elastic job, workers that join would wait for the others to do it, so nobody does."""
-        self._costs = cost.TYPICAL
+        self._settled = True
         if network.ELASTIC or self.process_set.size() == 1:
             return
         names = list(self._slots)
@@ -386,7 +394,7 @@ class Reducer:
         """Allocate what is missing, and take in what was kept for a range that this worker no longer owns."""
         info, coder = self._info(slot), slot.compressor if slot.travels.name == "none" else slot.travels
         # After the warm-up state is needed, also where an elastic job starts with one worker.
-        if not exchange.compressible(coder, self._typical(slot, dataclasses.replace(info, world=max(2, info.world)))):
+        if not exchange.compressible(coder, self._typical(slot, info.at(world=max(2, info.world)))):
             return
         place, places = self._workers(slot.compressor).local
         first, last = slot.piece = exchange.ranges(info.numel, coder.range_multiple, places, slot.index)[place]

@@ -249,19 +249,23 @@ def test_choice_of_exchange():
     assert choose(get_compressor("topk"), info(10**6, world=1)) == "dense"
     assert choose(get_compressor("topk:warmup=5"), info(10**6, step=4)) == "dense"
     assert choose(get_compressor("topk:warmup=5"), info(10**6, step=5)) == "allgather"
+    assert choose(get_compressor("onebit"), info(10**7, world=8)) == "sra"
+    assert choose(get_compressor("onebit:exchange=allgather"), info(10**7, world=8)) == "allgather"
 
 
 def test_an_allgather_beyond_mpis_counts_is_refused():
     with pytest.raises(ValueError, match=r"w: payloads of \d+ bytes from 128 workers are more than the 2\^31 bytes"):
-        exchange.choose(get_compressor("bf16"), info(2**24, world=128), mpi=True)
-    assert exchange.choose(get_compressor("bf16"), info(2**24, world=128)) == "allgather"
-    assert exchange.choose(get_compressor("onebit"), info(2**24, world=128), mpi=True) == "allgather"
+        exchange.choose(get_compressor("bf16:exchange=allgather"), info(2**24, world=128), mpi=True)
+    assert exchange.choose(get_compressor("bf16:exchange=allgather"), info(2**24, world=128)) == "allgather"
+    assert exchange.choose(get_compressor("onebit:exchange=allgather"), info(2**24, world=128), mpi=True) == "allgather"
+    assert exchange.choose(get_compressor("bf16"), info(2**24, world=128), mpi=True) == "sra"
 
 
 def test_sent_bytes():
     assert exchange.sent_bytes("allreduce", 100, 2) == exchange.sent_bytes("allgather", 100, 2) == 100
     assert exchange.sent_bytes("allreduce", 100, 4) == 150
     assert exchange.sent_bytes("allgather", 100, 4) == exchange.sent_bytes("sparse", 100, 4) == 300
+    assert exchange.sent_bytes("sra", 100, 4) == 150
     assert exchange.sent_bytes("allgather", 100, 1) == exchange.sent_bytes("dense", 100, 1) == 0
 
 
