@@ -223,7 +223,7 @@ class Reducer:
             bucket.arrived, bucket.away, bucket.flights, bucket.started = {}, set(), [], False
 
     def _wait(self, flight: Flight) -> None:
-        pause = 2e-5
+        pause = 5e-5
         try:
             while not flight.done:
                 if flight.arrived():
@@ -231,7 +231,7 @@ class Reducer:
                 elif not self._progress(flight):
                     with flight.timed("wait"):
                         time.sleep(pause)
-                        pause = min(1.5 * pause, 3e-4)
+                        pause = min(1.5 * pause, 5e-4)
         finally:
             self._flying.remove(flight)
 

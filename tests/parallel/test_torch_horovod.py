@@ -38,8 +38,10 @@ def test_the_stock_optimizer_gives_the_same_numbers(compressor, how):
             for i in range(how.get("backward_passes_per_step", 1)):
                 backward(model, 10 * step + i)
             opt.step()
-    torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-6, atol=1e-6)
-    if how.get("gradient_predivide_factor") is None:
+    # Ours sums the tensors of a bucket in one vector, whose parts Horovod adds up from other workers on.
+    same_sums = WORLD == 2 or not compressor.linear
+    torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-6, atol=1e-6 if same_sums else 5e-5)
+    if how.get("gradient_predivide_factor") is None and same_sums:
         assert torch.equal(flat(ours), flat(theirs))
     assert_same_everywhere(flat(theirs))
 
