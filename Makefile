@@ -43,11 +43,12 @@ $(DONE)/system:
 	        || echo python3-dev
 	}
 	optional() { check mpicxx libopenmpi-dev; check mpirun openmpi-bin; check ssh openssh-client; }
-	if [ -n "$$(required; optional)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+	slow_network() { check tc iproute2; check nsenter util-linux; }  # the demo says so if it has to do without
+	if [ -n "$$(required; optional; slow_network)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
 	    export DEBIAN_FRONTEND=noninteractive
 	    # What this can't bring is named below.
 	    apt-get update -qq || true
-	    apt-get install -y -qq --no-install-recommends $$(required; optional) > /dev/null || true
+	    apt-get install -y -qq --no-install-recommends $$(required; optional; slow_network) > /dev/null || true
 	fi
 	if [ -n "$$(required)" ]; then
 	    echo "These system packages are missing (by their Debian names), please install them:" $$(required) >&2

@@ -98,9 +98,6 @@ def typical(world: int) -> Costs:
     return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * 8e-9) for n in (0, 2**20)) for kind in COLLECTIVES})
 
 
-TYPICAL = None
-
-
 def key_of(compressor: Compressor) -> str:
     """The spec of a compressor's code alone: what its speed depends on."""
     common = {field.name for field in dataclasses.fields(Compressor)} - {"memory"}
@@ -130,6 +127,8 @@ def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None 
     if compressor.only_if_faster:
         common = {"warmup": compressor.warmup, "min_numel": compressor.min_numel}
         candidates += [FP16(exchange="allreduce", **common), NoCompression(**common)]
+    if len(candidates) == 1:
+        return candidates[0]  # of which perhaps not everything was measured
     return min(candidates, key=lambda candidate: costs.exchange(candidate, infos))
 
 

@@ -72,12 +72,12 @@ def broadcast(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> None:
     mpi_ops.broadcast_(tensor, process_set.ranks[0], name=name, process_set=process_set)
 
 
-def costs(process_set: ProcessSet, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
-    """What collectives and codes cost between these workers; measured once."""
+def costs(workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
+    """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
     compressors = sorted(compressors, key=cost.key_of)
-    key = (process_set.process_set_id, *process_set.ranks, device, *map(cost.key_of, compressors))
+    key = (*workers.all.ranks, -1, *workers.across.ranks, device, *map(cost.key_of, compressors))
     if key not in _measured:
-        _measured[key] = cost.measure(_Workers(process_set, device), compressors)
+        _measured[key] = cost.measure(_Workers(workers, device), compressors)
     return _measured[key]
 
 
@@ -87,8 +87,8 @@ _measured: dict[tuple, cost.Costs] = {}
 class _Workers:
     """See :class:`hvd_quant.exchange.cost.Workers`."""
 
-    def __init__(self, process_set: ProcessSet, device: torch.device) -> None:
-        self._process_set, self._device = process_set, device
+    def __init__(self, workers: Workers, device: torch.device) -> None:
+        self._all, self._process_set, self._device = workers.all, workers.across, device
 
     def collective(self, kind: str, nbytes: int) -> float:
         world = self._process_set.size()
@@ -136,5 +136,5 @@ class _Workers:
 
     def slowest(self, seconds: list[float]) -> list[float]:
         rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name="hvd_quant.measure.slowest",
-                                 process_set=self._process_set)
+                                 process_set=self._all)
         return rows.max(0).values.tolist()

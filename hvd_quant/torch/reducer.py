@@ -111,7 +111,7 @@ class Reducer:
         self._flying: list[Flight] = []
         self._arrivals: list[str] = []  # of gradients in the first step, here
         self._order: list[str] = []  # and on the first worker, for all
-        self._costs: cost.Costs | None = None  # what was measured
+        self._costs: dict[Workers, cost.Costs] = {}  # what was measured
         self._settled = False
         self._plan: dict[Slot, Bucket] = {}
         self._planned_for: Any = None
@@ -271,7 +271,7 @@ class Reducer:
             kind = self._kind(slot, info)
             slot.step += 1
             cargo = Cargo(slot, info, grad, version)
-            if slot.kept and kind in ("dense", "allreduce"):
+            if slot.kept and "residual" in slot.state and kind in ("dense", "allreduce"):
                 cargo.take_back(self._workers(slot.compressor).local[1])
                 slot.kept = False
             if kind == "dense":
@@ -368,7 +368,7 @@ class Reducer:
             _log.warning("%s: in an elastic job the network is not measured, since workers that join would wait for the others; "
                          "gradients are compressed", compressor.spec)
             compressor = dataclasses.replace(compressor, only_if_faster=False)
-        return cost.decide(compressor, infos, self._costs, mpi_ops.mpi_enabled())
+        return cost.decide(compressor, infos, self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
 
     def _settle(self) -> None:
         """After the first step, when all workers are here: agree on the order of gradients, and measure where something
@@ -381,11 +381,11 @@ class Reducer:
         order = torch.tensor([numbers[name] for name in dict.fromkeys([*self._arrivals, *reversed(names)])], dtype=torch.int32)
         network.broadcast(order, f"hvd_quant.order.{names[0]}", self.process_set)
         self._order = [names[i] for i in order.tolist()]
-        for across in {self._workers(slot.compressor).across: None for slot in self._slots.values()}:
-            open_ones = [c for c in {slot.compressor: None for slot in self._slots.values()}
-                         if self._workers(c).across is across and _is_open(c, across.size())]
-            if open_ones:
-                self._costs = network.costs(across, open_ones, self._slots[names[0]].parameter.device)
+        for workers in {self._workers(slot.compressor): None for slot in self._slots.values()}:
+            undecided = [c for c in {slot.compressor: None for slot in self._slots.values()}
+                         if self._workers(c) == workers and _is_open(c, workers.across.size())]
+            if undecided:
+                self._costs[workers] = network.costs(workers, undecided, self._slots[names[0]].parameter.device)
         self._planned_for = None
 
     # ---------------------------------------------------------------------------------------------------------- state

@@ -409,10 +409,15 @@ def test_what_is_shared_needs_no_framework():
 # ------------------------------------------------------------------------------------------------------------------ demo
 
 def test_demo_takes_gloo_without_mpirun(monkeypatch):
-    monkeypatch.setattr(demo.shutil, "which", lambda program: f"/bin/{program}")
-    assert "--gloo" not in demo.command()
-    monkeypatch.setattr(demo.shutil, "which", lambda program: None if program == "mpirun" else f"/bin/{program}")
-    assert "--gloo" in demo.command()
+    monkeypatch.setattr(demo.shutil, "which", lambda program, path=None: f"/bin/{program}")
+    assert "--gloo" not in demo.command(slow_link=False)
+    monkeypatch.setattr(demo.shutil, "which", lambda program, path=None: None if program == "mpirun" else f"/bin/{program}")
+    assert "--gloo" in demo.command(slow_link=False)
+
+
+def test_demo_runs_on_a_slow_link_where_it_can():
+    command = demo.command(slow_link=True)
+    assert command[1].endswith("cluster.py") and "--rate=1gbit" in command and command.index("--") < command.index("--model=mlp")
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
