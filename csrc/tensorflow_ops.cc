@@ -1,6 +1,9 @@
 // TensorFlow's view of the kernels: arguments checked, variables locked, memory and threads lent. The caller is
 // hvd_quant/ops/tensorflow.py.
 //
+// A vector may be worked on in ranges, each with a payload of its own: so an operation serves all the ranges of a tensor, whose
+// payloads follow each other.
+//
 // An encoder or measure is two operations with one kernel. The one with a residual reads or changes a variable, so it
 // is stateful, which keeps the graph optimiser from dropping or merging it. The one without is a plain function: if it
 // were stateful too, a tf.function would run it one after another with all else that is stateful without a variable.
@@ -10,8 +13,10 @@
 #include <cmath>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -98,11 +103,12 @@ int64_t block_size_of(Context* ctx) {
 }
 
 template <class Context>
-int64_t slots_of(Context* ctx) {
-  const int64_t slots = attribute<int64_t>(ctx, "slots");
-  expect(slots > 0 && slots % 8 == 0 && slots < int64_t{1} << 32, "slots is ", slots,
-         ", expected a positive multiple of 8 below 2^32");
-  return slots;
+std::vector<int64_t> slots_of(Context* ctx) {
+  const auto each = attribute<std::vector<int64_t>>(ctx, "slots");
+  for (const int64_t slots : each)
+    expect(slots > 0 && slots % 8 == 0 && slots < int64_t{1} << 32, "slots is ", slots,
+           ", expected a positive multiple of 8 below 2^32");
+  return each;
 }
 
 template <class Context>
@@ -120,6 +126,91 @@ Code code_of(Context* ctx) {
   const auto values = attribute<std::string>(ctx, "values");
   expect(values == "float32" || values == "float16", "values is ", values, ", expected float32 or float16");
   return values == "float32" ? Code::topk : Code::topk_half;
+}
+
+// The ranges of a vector: those that the attribute `bounds` tells, which holds the first and one past the last entry of each,
+// or the vector in one piece where it is empty.
+struct Cut {
+  int64_t first, last;
+  int64_t entries() const { return last - first; }
+};
+
+template <class Context>
+std::vector<int64_t> bounds_of(Context* ctx) {
+  const auto bounds = attribute<std::vector<int64_t>>(ctx, "bounds");
+  expect(bounds.size() % 2 == 0, "bounds has ", bounds.size(), " entries, expected two a range");
+  for (size_t i = 0; i < bounds.size(); i += 2)
+    expect(0 <= bounds[i] && bounds[i] <= bounds[i + 1], "a range goes from ", bounds[i], " to ", bounds[i + 1]);
+  return bounds;
+}
+
+std::vector<Cut> cuts_of(const std::vector<int64_t>& bounds, int64_t numel) {
+  if (bounds.empty()) return {{0, numel}};
+  std::vector<Cut> cuts;
+  for (size_t i = 0; i < bounds.size(); i += 2) {
+    expect(bounds[i + 1] <= numel, "a range goes up to ", bounds[i + 1], ", the vector has ", numel, " entries");
+    cuts.push_back({bounds[i], bounds[i + 1]});
+  }
+  return cuts;
+}
+
+// What the payloads of a code look like, by an operation's attributes; `range` counts the ranges.
+struct Onebit {
+  template <class Context>
+  explicit Onebit(Context* ctx) : block_size(block_size_of(ctx)), zeros(attribute<bool>(ctx, "zeros")) {}
+  std::string codec() const { return "onebit"; }
+  int64_t payload_bytes(int64_t numel, size_t) const {
+    return hvd_quant::onebit_payload_bytes(numel, block_size, zeros);
+  }
+  void decode_sum(const std::vector<Bytes>& payloads, int64_t numel, size_t, float scale, float* out,
+                  const Parallel& parallel) const {
+    hvd_quant::onebit_decode_sum(payloads, numel, block_size, zeros, scale, out, parallel);
+  }
+
+  int64_t block_size;
+  bool zeros;
+};
+
+template <Code kind>
+struct Sparse {
+  template <class Context>
+  explicit Sparse(Context* ctx) : code(code_of<kind>(ctx)), slots(slots_of(ctx)) {}
+  std::string codec() const { return SparseLayout(code, 0, 8).codec; }
+  SparseLayout layout(int64_t numel, size_t range) const {
+    expect(range < slots.size(), "slots has ", slots.size(), " entries, expected one a range");
+    return SparseLayout(code, numel, slots[range]);
+  }
+  int64_t payload_bytes(int64_t numel, size_t range) const { return layout(numel, range).payload_bytes; }
+  void decode_sum(const std::vector<Bytes>& payloads, int64_t numel, size_t range, float scale, float* out,
+                  const Parallel& parallel) const {
+    hvd_quant::sparse_decode_sum(code, payloads, numel, layout(numel, range).slots, scale, out, parallel);
+  }
+
+  Code code;
+  std::vector<int64_t> slots;
+};
+
+struct Values {
+  template <class Context>
+  explicit Values(Context* ctx) : type(cast_of(ctx)), name(attribute<std::string>(ctx, "codec")) {}
+  std::string codec() const { return name; }
+  int64_t payload_bytes(int64_t numel, size_t) const { return hvd_quant::cast_payload_bytes(type, numel); }
+  void decode_sum(const std::vector<Bytes>& payloads, int64_t numel, size_t, float scale, float* out,
+                  const Parallel& parallel) const {
+    hvd_quant::cast_decode_sum(type, name, payloads, numel, scale, out, parallel);
+  }
+
+  Cast type;
+  std::string name;
+};
+
+// The bytes of a vector's payloads together. A range without entries has none, unless it is the whole of the vector.
+template <class Format>
+int64_t payloads_bytes(const Format& format, const std::vector<Cut>& cuts) {
+  int64_t total = 0;
+  for (size_t i = 0; i < cuts.size(); ++i)
+    if (cuts[i].entries() || cuts.size() == 1) total += format.payload_bytes(cuts[i].entries(), i);
+  return total;
 }
 
 const Tensor& input(OpKernelContext* ctx, const char* name) {
@@ -147,9 +238,9 @@ const Tensor& vector(OpKernelContext* ctx, const char* name) {
 }
 
 template <class T>
-T* new_output(OpKernelContext* ctx, const TensorShape& shape) {
+T* new_output(OpKernelContext* ctx, const TensorShape& shape, int index = 0) {
   Tensor* output;
-  ok(ctx->allocate_output(0, shape, &output));
+  ok(ctx->allocate_output(index, shape, &output));
   return output->flat<T>().data();
 }
 
@@ -190,7 +281,8 @@ Parallel threads(OpKernelContext* ctx) {
   return parallel;
 }
 
-// The variable that is an operation's last input, locked while this lives: a flat fp32 vector of `numel` entries.
+// The variable that is an operation's last input, locked while this lives: a flat fp32 vector of `numel` entries, or of any
+// number if that is negative.
 class Residual {
  public:
   Residual(OpKernelContext* ctx, int64_t numel) {
@@ -202,9 +294,11 @@ class Residual {
     expect(held.dtype() == tensorflow::DT_FLOAT, "residual is ", tensorflow::DataTypeString(held.dtype()),
            ", expected float");
     check_vector(held, "residual");
-    expect(held.NumElements() == numel, "residual has ", held.NumElements(), " entries, expected as many as grad: ",
+    expect(numel < 0 || held.NumElements() == numel, "residual has ", held.NumElements(), " entries, expected as many as grad: ",
            numel);
   }
+
+  int64_t numel() const { return variable_->tensor()->NumElements(); }
 
   const float* read() const { return variable_->tensor()->flat<float>().data(); }
 
@@ -243,34 +337,71 @@ class OfGradient : public Kernel {
   virtual void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) = 0;
 };
 
-class OnebitEncode : public OfGradient {
+// The payloads of all ranges, one after another, and their bytes.
+template <class Form>
+class Encode : public OfGradient {
  public:
-  explicit OnebitEncode(OpKernelConstruction* ctx) : OfGradient(ctx) {
+  explicit Encode(OpKernelConstruction* ctx) : OfGradient(ctx) {
     ctx->SetStatus(status_of([&] {
-      block_size_ = block_size_of(ctx);
-      zeros_ = attribute<bool>(ctx, "zeros");
+      format_.emplace(ctx);
+      bounds_ = bounds_of(ctx);
     }));
   }
 
- private:
-  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) override {
-    auto* payload = new_output<uint8_t>(ctx, {hvd_quant::onebit_payload_bytes(numel, block_size_, zeros_)});
-    float* e = residual ? residual->write(ctx) : nullptr;
-    hvd_quant::onebit_encode(grad, e, numel, block_size_, zeros_, payload, threads(ctx));
-  }
+ protected:
+  using Format = Form;
 
-  int64_t block_size_;
-  bool zeros_;
+ private:
+  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) final {
+    const auto cuts = cuts_of(bounds_, numel);
+    prepare(ctx);
+    auto* payload = new_output<uint8_t>(ctx, {payloads_bytes(*format_, cuts)});
+    auto* sizes = new_output<int64_t>(ctx, {int64_t(cuts.size())}, 1);
+    float* e = residual ? residual->write(ctx) : nullptr;
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const Cut cut = cuts[i];
+      sizes[i] = 0;
+      if (cut.entries() == 0 && cuts.size() > 1) continue;
+      sizes[i] = format_->payload_bytes(cut.entries(), i);
+      encode(ctx, *format_, grad + cut.first, e ? e + cut.first : nullptr, cut.entries(), i, payload);
+      payload += sizes[i];
+    }
+  }
+  virtual void prepare(OpKernelContext* ctx) {}
+  virtual void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, int64_t numel, size_t range,
+                      uint8_t* payload) = 0;
+
+  std::optional<Format> format_;
+  std::vector<int64_t> bounds_;
 };
 
-template <Code code>
-class SparseEncode : public OfGradient {
+class OnebitEncode : public Encode<Onebit> {
  public:
-  explicit SparseEncode(OpKernelConstruction* ctx) : OfGradient(ctx) {
+  using Encode::Encode;
+
+ private:
+  void encode(OpKernelContext* ctx, const Onebit& format, const float* g, float* e, int64_t numel, size_t,
+              uint8_t* payload) override {
+    hvd_quant::onebit_encode(g, e, numel, format.block_size, format.zeros, payload, threads(ctx));
+  }
+};
+
+// The thresholds, which must lie on both sides of 0.
+std::pair<float, float> thresholds_of(OpKernelContext* ctx) {
+  const hvd_quant::DenormalGuard guard;  // the smallest threshold is a denormal
+  const Tensor& thresholds = vector(ctx, "thresholds");
+  expect(thresholds.NumElements() == 2, "thresholds has ", thresholds.NumElements(), " entries, expected 2");
+  const float* tau = thresholds.unaligned_flat<float>().data();
+  expect(tau[0] > 0 && tau[1] < 0, "thresholds is (", tau[0], ", ", tau[1], "), expected a positive and a negative one");
+  return {tau[0], tau[1]};
+}
+
+template <Code code>
+class SparseEncode : public Encode<Sparse<code>> {
+ public:
+  explicit SparseEncode(OpKernelConstruction* ctx) : Encode<Sparse<code>>(ctx) {
+    if (code != Code::threshold || !ctx->status().ok()) return;
     ctx->SetStatus(status_of([&] {
-      code_ = code_of<code>(ctx);
-      slots_ = slots_of(ctx);
-      if (code != Code::threshold) return;
       const hvd_quant::DenormalGuard guard;
       tau_ = attribute<float>(ctx, "tau");
       expect(tau_ > 0 && std::isfinite(tau_), "tau is ", tau_, ", expected a positive number that fp32 holds");
@@ -278,30 +409,34 @@ class SparseEncode : public OfGradient {
   }
 
  private:
-  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) override {
-    float tau[2] = {tau_, -tau_};
-    if (code != Code::threshold) {
-      const hvd_quant::DenormalGuard guard;  // the smallest threshold is a denormal
-      const Tensor& thresholds = vector(ctx, "thresholds");
-      expect(thresholds.NumElements() == 2, "thresholds has ", thresholds.NumElements(), " entries, expected 2");
-      std::copy_n(thresholds.unaligned_flat<float>().data(), 2, tau);
-      expect(tau[0] > 0 && tau[1] < 0, "thresholds is (", tau[0], ", ", tau[1],
-             "), expected a positive and a negative one");
-    }
-    const auto step = scalar<int64_t>(ctx, "step");
-    auto* payload = new_output<uint8_t>(ctx, {SparseLayout(code_, numel, slots_).payload_bytes});
-    float* e = residual ? residual->write(ctx) : nullptr;
-    hvd_quant::sparse_encode(code_, grad, e, numel, tau[0], tau[1], slots_, step, payload, threads(ctx));
+  void prepare(OpKernelContext* ctx) override {
+    if (code != Code::threshold) thresholds_of(ctx);
+    scalar<int64_t>(ctx, "step");
+  }
+  void encode(OpKernelContext* ctx, const Sparse<code>& format, const float* g, float* e, int64_t numel, size_t range,
+              uint8_t* payload) override {
+    const auto [high, low] = code == Code::threshold ? std::pair(tau_, -tau_) : thresholds_of(ctx);
+    hvd_quant::sparse_encode(format.code, g, e, numel, high, low, format.slots[range], scalar<int64_t>(ctx, "step"), payload,
+                             threads(ctx));
   }
 
-  Code code_;
-  int64_t slots_;
   float tau_ = 0;
 };
 
 using ThresholdEncode = SparseEncode<Code::threshold>;
 using AdaptiveEncode = SparseEncode<Code::adaptive>;
 using TopkEncode = SparseEncode<Code::topk>;
+
+class CastEncode : public Encode<Values> {
+ public:
+  using Encode::Encode;
+
+ private:
+  void encode(OpKernelContext* ctx, const Values& format, const float* g, float*, int64_t numel, size_t,
+              uint8_t* payload) override {
+    hvd_quant::cast_encode(format.type, format.name, g, numel, payload, threads(ctx));
+  }
+};
 
 template <void (*kernel)(const float*, const float*, int64_t, double, int64_t, float*)>
 class Measure : public OfGradient {
@@ -320,168 +455,295 @@ class Measure : public OfGradient {
 using AdaptiveMeasure = Measure<hvd_quant::adaptive_measure>;
 using TopkMeasure = Measure<hvd_quant::topk_measure>;
 
-class CastEncode : public Kernel {
+// Where the payloads are in what a collective returned, as [rows, columns, 2] of first byte and size: `columns` tensors in each
+// row. They are of the sizes that are expected if these make up the whole, else as their headers tell, and if these make no
+// sense and nothing is expected, of one size. Otherwise all are at -1, of which the decoders will tell: nothing is raised here.
+class Locate : public Kernel {
  public:
-  explicit CastEncode(OpKernelConstruction* ctx) : Kernel(ctx) {
-    ctx->SetStatus(status_of([&] {
-      type_ = cast_of(ctx);
-      codec_ = attribute<std::string>(ctx, "codec");
-    }));
+  explicit Locate(OpKernelConstruction* ctx) : Kernel(ctx) {
+    OP_REQUIRES_OK(ctx, status_of([&] {
+                     columns_ = attribute<int64_t>(ctx, "columns");
+                     sizes_ = attribute<std::vector<int64_t>>(ctx, "sizes");
+                   }));
   }
 
  private:
   void run(OpKernelContext* ctx) override {
-    const Tensor& grad = vector(ctx, "grad");
-    auto* payload = new_output<uint8_t>(ctx, {hvd_quant::cast_payload_bytes(type_, grad.NumElements())});
-    hvd_quant::cast_encode(type_, codec_, grad.unaligned_flat<float>().data(), grad.NumElements(), payload, threads(ctx));
+    const Tensor& gathered = vector(ctx, "gathered");
+    const int64_t rows = scalar<int32_t>(ctx, "rows"), count = rows * columns_, total = gathered.NumElements();
+    expect(rows > 0, "world is ", rows, ", expected the number of workers");
+    expect(sizes_.empty() || int64_t(sizes_.size()) == columns_ || int64_t(sizes_.size()) == count, "sizes has ",
+           sizes_.size(), " entries, expected one for each of ", columns_, " columns or ", count, " payloads");
+    auto* table = new_output<int64_t>(ctx, {rows, columns_, 2});
+    std::vector<int64_t> sizes(count, -1);
+    for (int64_t i = 0; i < count && !sizes_.empty(); ++i) sizes[i] = sizes_[i % int64_t(sizes_.size())];
+    const auto fits = [&] {
+      int64_t sum = 0;
+      for (const int64_t size : sizes) sum += size;
+      return sum == total;
+    };
+    if (sizes_.empty() || !fits()) {
+      if (!walk({gathered.unaligned_flat<uint8_t>().data(), total}, sizes) &&
+          (!sizes_.empty() || total % std::max<int64_t>(count, 1) || total < count * hvd_quant::kHeaderBytes)) {
+        std::fill_n(table, 2 * count, -1);
+        return;
+      }
+      if (sizes_.empty() && !fits()) sizes.assign(count, total / count);
+    }
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      table[2 * i] = first;
+      table[2 * i + 1] = sizes[i];
+      first += sizes[i];
+    }
   }
 
-  Cast type_;
-  std::string codec_;
+  // Sets the sizes that the headers tell, but where no payload is expected, and returns whether these make up the whole.
+  static bool walk(Bytes rest, std::vector<int64_t>& sizes) {
+    for (int64_t& size : sizes) {
+      if (size == 0) continue;
+      if (rest.size < hvd_quant::kHeaderBytes) return false;
+      const auto body = hvd_quant::load_as<uint64_t>(rest.data + 16);
+      if (body > uint64_t(rest.size - hvd_quant::kHeaderBytes)) return false;
+      size = hvd_quant::kHeaderBytes + int64_t(body);
+      rest = {rest.data + size, rest.size - size};
+    }
+    return rest.size == 0;
+  }
+
+  int64_t columns_;
+  std::vector<int64_t> sizes_;
 };
 
-// What an allgather returned, cut into the workers' payloads.
-std::vector<Bytes> payloads_of(OpKernelContext* ctx) {
-  const Tensor& gathered = vector(ctx, "gathered");
-  const auto world = scalar<int32_t>(ctx, "world");
-  expect(world > 0, "world is ", world, ", expected the number of workers");
-  return hvd_quant::split({gathered.unaligned_flat<uint8_t>().data(), gathered.NumElements()}, world);
-}
-
-// An operation on what an allgather returned: payloads of `numel` entries. Its errors begin with the parameter's name.
+// An operation on the payloads of one tensor, the column `column` of a table. Each range has as many of its rows, in turn. Its
+// errors begin with the parameter's name.
 class OfPayloads : public Kernel {
  public:
   explicit OfPayloads(OpKernelConstruction* ctx) : Kernel(ctx) {
     ctx->SetStatus(status_of([&] {
       numel_ = attribute<int64_t>(ctx, "numel");
-      name_ = attribute<std::string>(ctx, "name_of");
+      column_ = attribute<int64_t>(ctx, "column");
+      cuts_ = cuts_of(bounds_of(ctx), numel_);
     }));
   }
 
  protected:
-  int64_t numel_;
-
- private:
-  void run(OpKernelContext* ctx) final {
-    try {
-      run(ctx, payloads_of(ctx));
-    } catch (const PayloadError& error) {
-      throw PayloadError(name_.empty() ? error.what() : name_ + ": " + error.what());
+  // The payloads of a range. (PayloadError if there was no telling where they are.)
+  std::vector<Bytes> payloads(OpKernelContext* ctx, size_t range) const {
+    const Tensor& gathered = vector(ctx, "gathered");
+    const Tensor& table = input(ctx, "table");
+    expect(table.dims() == 3 && table.dim_size(2) == 2 && column_ < table.dim_size(1) &&
+               table.dim_size(0) % int64_t(cuts_.size()) == 0,
+           "table has shape ", table.shape().DebugString(), ", expected rows of more than ", column_,
+           " payloads and a multiple of ", cuts_.size(), " rows");
+    const int64_t each = table.dim_size(0) / int64_t(cuts_.size()), total = gathered.NumElements();
+    const auto at = table.tensor<int64_t, 3>();
+    std::vector<Bytes> found;
+    for (int64_t i = int64_t(range) * each; i < int64_t(range + 1) * each; ++i) {
+      const int64_t first = at(i, column_, 0), size = at(i, column_, 1);
+      if (first < 0)
+        throw PayloadError(hvd_quant::format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is "
+                                             "damaged, or compression settings differ between workers",
+                                             (long long)(table.dim_size(0) * table.dim_size(1)), (long long)total));
+      expect(size >= 0 && first + size <= total, "table has a payload from ", first, " to ", first + size, " of ", total);
+      found.push_back({gathered.unaligned_flat<uint8_t>().data() + first, size});
     }
+    return found;
   }
-  virtual void run(OpKernelContext* ctx, const std::vector<Bytes>& payloads) = 0;
+  bool skipped(size_t range) const { return cuts_[range].entries() == 0 && cuts_.size() > 1; }
 
-  std::string name_;
+  int64_t numel_, column_;
+  std::vector<Cut> cuts_;
 };
 
 // Tells also of damage that a payload's header and checksum show, so that what was encoded can be taken back before a decoder
 // says what is wrong.
-class Flags : public Kernel {
+class Flags : public OfPayloads {
  public:
-  explicit Flags(OpKernelConstruction* ctx) : Kernel(ctx) {
-    OP_REQUIRES_OK(ctx, status_of([&] {
-                     codec_ = attribute<std::string>(ctx, "codec");
-                     numel_ = attribute<int64_t>(ctx, "numel");
-                   }));
+  explicit Flags(OpKernelConstruction* ctx) : OfPayloads(ctx) {
+    if (ctx->status().ok()) ctx->SetStatus(status_of([&] { codec_ = attribute<std::string>(ctx, "codec"); }));
   }
 
  private:
   void run(OpKernelContext* ctx) override {
     constexpr int32_t kDamaged = 4;
     int32_t flags = 0;
-    try {
-      for (const Bytes& payload : payloads_of(ctx)) {
-        flags |= hvd_quant::check_header(payload, codec_, numel_);
-        hvd_quant::check_sum(payload);
+    for (size_t i = 0; i < cuts_.size(); ++i) {
+      if (skipped(i)) continue;
+      try {
+        for (const Bytes& payload : payloads(ctx, i)) {
+          flags |= hvd_quant::check_header(payload, codec_, cuts_[i].entries());
+          hvd_quant::check_sum(payload);
+        }
+      } catch (const PayloadError&) {
+        flags |= kDamaged;
       }
-    } catch (const PayloadError&) {
-      flags |= kDamaged;
     }
     *new_output<int32_t>(ctx, {}) = flags;
   }
 
   std::string codec_;
-  int64_t numel_;
 };
 
+// Sums of each range's payloads, NaN throughout where one of any range was not finite. Of several tensors with errors that of the
+// column `teller` is raised, unless it is negative, so that all workers tell the same. An owner, which must not leave the others
+// waiting, gets zeros in the place of an error, and what to send: a failure payload.
+template <class Format>
 class Decode : public OfPayloads {
  public:
-  using OfPayloads::OfPayloads;
+  explicit Decode(OpKernelConstruction* ctx) : OfPayloads(ctx) {
+    if (!ctx->status().ok()) return;
+    ctx->SetStatus(status_of([&] {
+      format_.emplace(ctx);
+      name_ = attribute<std::string>(ctx, "name_of");
+      owner_ = attribute<int64_t>(ctx, "owner");
+    }));
+  }
 
  private:
-  void run(OpKernelContext* ctx, const std::vector<Bytes>& payloads) final {
+  void run(OpKernelContext* ctx) final {
     const auto scale = scalar<float>(ctx, "scale");
     const TensorShape shape({numel_});
     std::vector<int> reused;
-    for (int i = 3; i < ctx->num_inputs(); ++i) {
+    for (int i = 4; i < ctx->num_inputs(); ++i) {
       expect(ctx->input(i).shape() == shape, "out has shape ", ctx->input(i).shape().DebugString(), ", expected ",
              shape.DebugString());
       reused.push_back(i);
     }
     Tensor* out;
     ok(ctx->forward_input_or_allocate_output(reused, 0, shape, &out));
-    decode(payloads, scale, out->flat<float>().data(), threads(ctx));
+    std::vector<uint8_t> failure;
+    bool finite = true;
+    for (size_t i = 0; i < cuts_.size(); ++i)
+      if (!skipped(i)) finite &= decode(ctx, i, scale, out->flat<float>().data(), &failure);
+    // A kernel makes its range NaN; here the whole tensor is void.
+    if (!finite) std::fill_n(out->flat<float>().data(), numel_, std::numeric_limits<float>::quiet_NaN());
+    std::copy(failure.begin(), failure.end(), new_output<uint8_t>(ctx, {int64_t(failure.size())}, 1));
   }
-  virtual void decode(const std::vector<Bytes>& payloads, float scale, float* out, const Parallel& parallel) = 0;
+
+  // Returns whether all payloads of a range are finite.
+  bool decode(OpKernelContext* ctx, size_t range, float scale, float* out, std::vector<uint8_t>* failure) {
+    const Cut cut = cuts_[range];
+    std::vector<Bytes> found;
+    try {
+      found = payloads(ctx, range);
+      format_->decode_sum(found, cut.entries(), range, scale, out + cut.first, threads(ctx));
+      return std::none_of(found.begin(), found.end(), [](const Bytes& p) { return p.data[3] & hvd_quant::kNonfinite; });
+    } catch (const PayloadError& error) {
+      const auto teller = scalar<int32_t>(ctx, "teller");
+      if (owner_ < 0 && (teller < 0 || teller == column_))
+        throw PayloadError(name_.empty() ? error.what() : name_ + ": " + error.what());
+      std::fill_n(out + cut.first, cut.entries(), 0.0f);
+      if (owner_ >= 0) *failure = passed_on(found, cut.entries(), error.what());
+      return true;
+    }
+  }
+
+  // The first payload that says that its worker failed, or what is wrong with one that is damaged.
+  std::vector<uint8_t> passed_on(const std::vector<Bytes>& found, int64_t numel, const std::string& error) const {
+    try {
+      for (const Bytes& payload : found) {
+        const int flags = hvd_quant::check_header(payload, format_->codec(), numel);
+        hvd_quant::check_sum(payload);
+        if (flags & hvd_quant::kFailed) return {payload.data, payload.data + payload.size};
+      }
+    } catch (const PayloadError&) {
+    }
+    return hvd_quant::failure(format_->codec(), numel, owner_, error);
+  }
+
+  std::optional<Format> format_;
+  std::string name_;
+  int64_t owner_;
 };
 
-class OnebitDecode : public Decode {
+// Takes the encode of all ranges back where `flags` aren't 0, but for payloads that tell no more what was encoded.
+template <class Format>
+class Undo : public OfGradient {
  public:
-  explicit OnebitDecode(OpKernelConstruction* ctx) : Decode(ctx) {
+  explicit Undo(OpKernelConstruction* ctx) : OfGradient(ctx) {
     ctx->SetStatus(status_of([&] {
-      block_size_ = block_size_of(ctx);
-      zeros_ = attribute<bool>(ctx, "zeros");
+      format_.emplace(ctx);
+      bounds_ = bounds_of(ctx);
     }));
   }
 
  private:
-  void decode(const std::vector<Bytes>& payloads, float scale, float* out, const Parallel& parallel) override {
-    hvd_quant::onebit_decode_sum(payloads, numel_, block_size_, zeros_, scale, out, parallel);
+  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) override {
+    if (scalar<int32_t>(ctx, "flags") == 0) return;
+    const Tensor& own = vector(ctx, "payload");
+    const auto cuts = cuts_of(bounds_, numel);
+    if (own.NumElements() != payloads_bytes(*format_, cuts)) return;
+    const uint8_t* payload = own.unaligned_flat<uint8_t>().data();
+    float* e = residual->write(ctx);
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const Cut cut = cuts[i];
+      if (cut.entries() == 0) continue;
+      const int64_t size = format_->payload_bytes(cut.entries(), i);
+      std::vector<uint8_t> clean(payload, payload + size);
+      payload += size;
+      std::vector<float> decoded(cut.entries());
+      try {
+        if (hvd_quant::check_header({clean.data(), size}, format_->codec(), cut.entries()) & hvd_quant::kFailed) continue;
+        hvd_quant::check_sum({clean.data(), size});
+        hvd_quant::seal(clean.data(), size, true);
+        format_->decode_sum({{clean.data(), size}}, cut.entries(), i, 1.0f, decoded.data(), threads(ctx));
+      } catch (const PayloadError&) {
+        continue;
+      }
+      hvd_quant::restore(e + cut.first, decoded.data(), grad + cut.first, cut.entries(), threads(ctx));
+    }
   }
 
-  int64_t block_size_;
-  bool zeros_;
+  std::optional<Format> format_;
+  std::vector<int64_t> bounds_;
 };
 
-template <Code code>
-class SparseDecode : public Decode {
+// The payloads of tensors, each tensor's in the order of their owners, put together owner by owner; and each owner's bytes.
+class ByOwner : public Kernel {
  public:
-  explicit SparseDecode(OpKernelConstruction* ctx) : Decode(ctx) {
-    ctx->SetStatus(status_of([&] {
-      code_ = code_of<code>(ctx);
-      slots_ = slots_of(ctx);
-    }));
-  }
+  using Kernel::Kernel;
 
  private:
-  void decode(const std::vector<Bytes>& payloads, float scale, float* out, const Parallel& parallel) override {
-    hvd_quant::sparse_decode_sum(code_, payloads, numel_, slots_, scale, out, parallel);
+  void run(OpKernelContext* ctx) override {
+    const int64_t tensors = ctx->num_inputs() / 2;
+    const int64_t owners = ctx->input(int(tensors)).NumElements();
+    std::vector<const uint8_t*> next(tensors);
+    int64_t total = 0;
+    for (int64_t i = 0; i < tensors; ++i) {
+      const Tensor &payloads = ctx->input(int(i)), &sizes = ctx->input(int(tensors + i));
+      check_vector(payloads, "payloads");
+      int64_t sum = 0;
+      for (int64_t j = 0; j < sizes.NumElements(); ++j) sum += sizes.flat<int64_t>()(j);
+      expect(sizes.NumElements() == owners && sum == payloads.NumElements(), "sizes add up to ", sum, " bytes for ",
+             sizes.NumElements(), " owners, there are ", payloads.NumElements(), " for ", owners);
+      next[i] = payloads.unaligned_flat<uint8_t>().data();
+      total += sum;
+    }
+    auto* sent = new_output<uint8_t>(ctx, {total});
+    auto* splits = new_output<int32_t>(ctx, {owners}, 1);
+    for (int64_t owner = 0; owner < owners; ++owner) {
+      const uint8_t* first = sent;
+      for (int64_t i = 0; i < tensors; ++i) {
+        const int64_t size = ctx->input(int(tensors + i)).flat<int64_t>()(owner);
+        sent = std::copy_n(next[i], size, sent);
+        next[i] += size;
+      }
+      expect(sent - first < int64_t{1} << 31, "payloads for one owner have ", sent - first, " bytes, expected less than 2^31");
+      splits[owner] = int32_t(sent - first);
+    }
   }
-
-  Code code_;
-  int64_t slots_;
 };
 
-using ThresholdDecode = SparseDecode<Code::threshold>;
-using AdaptiveDecode = SparseDecode<Code::adaptive>;
-using TopkDecode = SparseDecode<Code::topk>;
-
-class CastDecode : public Decode {
+// The payload, or the failure if there is one.
+class Instead : public Kernel {
  public:
-  explicit CastDecode(OpKernelConstruction* ctx) : Decode(ctx) {
-    ctx->SetStatus(status_of([&] {
-      type_ = cast_of(ctx);
-      codec_ = attribute<std::string>(ctx, "codec");
-    }));
-  }
+  using Kernel::Kernel;
 
  private:
-  void decode(const std::vector<Bytes>& payloads, float scale, float* out, const Parallel& parallel) override {
-    hvd_quant::cast_decode_sum(type_, codec_, payloads, numel_, scale, out, parallel);
+  void run(OpKernelContext* ctx) override {
+    ctx->set_output(0, vector(ctx, "failure").NumElements() ? ctx->input(1) : ctx->input(0));
   }
-
-  Cast type_;
-  std::string codec_;
 };
 
 class WithoutFlags : public Kernel {
@@ -511,6 +773,38 @@ class Restore : public OfGradient {
            " entries, expected as many as grad: ", numel);
     hvd_quant::restore(residual->write(ctx), decoded.unaligned_flat<float>().data(), grad, numel, threads(ctx));
   }
+};
+
+// A gradient with what was kept of it, which is no longer kept: `factor` times the residual is added from the entry `first` on.
+// Where the gradient isn't finite nothing would be received, so nothing is given back.
+class GiveBack : public Kernel {
+ public:
+  explicit GiveBack(OpKernelConstruction* ctx) : Kernel(ctx) {
+    ctx->SetStatus(status_of([&] {
+      first_ = attribute<int64_t>(ctx, "first");
+      factor_ = attribute<float>(ctx, "factor");
+    }));
+  }
+
+ private:
+  void run(OpKernelContext* ctx) override {
+    const Tensor& grad = vector(ctx, "grad");
+    const float* g = grad.unaligned_flat<float>().data();
+    const int64_t numel = grad.NumElements();
+    Residual residual(ctx, -1);
+    const int64_t count = residual.numel();
+    expect(first_ >= 0 && first_ + count <= numel, "residual goes from ", first_, " to ", first_ + count, " of ", numel);
+    const float* e = residual.read();
+    const bool kept = std::any_of(e, e + count, [](float x) { return x != 0; });
+    if (!kept || !std::all_of(g, g + numel, [](float x) { return std::isfinite(x); })) return ctx->set_output(0, grad);
+    auto* sum = new_output<float>(ctx, {numel});
+    std::copy_n(g, numel, sum);
+    float* given = residual.write(ctx);
+    for (int64_t i = 0; i < count; ++i) sum[first_ + i] += factor_ * given[i], given[i] = 0;
+  }
+
+  int64_t first_;
+  float factor_;
 };
 
 class Now : public Kernel {
@@ -544,32 +838,21 @@ class Require : public Kernel {
 
 // ---------------------------------------------------------------------------------------------------------- operations
 
-// The shape function for a payload of bytes(ctx, numel) bytes, of the vector that is the first input.
-template <class PayloadBytes>
-constexpr auto payload_of(const PayloadBytes& bytes) {
-  return [bytes](InferenceContext* ctx) {
-    return status_of([&] {
-      ShapeHandle grad;
-      ok(ctx->WithRank(ctx->input(0), 1, &grad));
-      const auto numel = ctx->Dim(grad, 0);
-      const auto length = ctx->ValueKnown(numel) ? ctx->MakeDim(bytes(ctx, ctx->Value(numel))) : ctx->UnknownDim();
-      ctx->set_output(0, ctx->Vector(length));
-    });
-  };
+// The shape function for the payloads of the vector that is the first input.
+template <class Format>
+absl::Status payloads_of(InferenceContext* ctx) {
+  return status_of([&] {
+    ShapeHandle grad;
+    ok(ctx->WithRank(ctx->input(0), 1, &grad));
+    const Format format(ctx);
+    const auto bounds = bounds_of(ctx);
+    const auto numel = ctx->Dim(grad, 0);
+    auto length = ctx->UnknownDim();
+    if (ctx->ValueKnown(numel)) length = ctx->MakeDim(payloads_bytes(format, cuts_of(bounds, ctx->Value(numel))));
+    ctx->set_output(0, ctx->Vector(length));
+    ctx->set_output(1, ctx->Vector(std::max<int64_t>(1, int64_t(bounds.size()) / 2)));
+  });
 }
-
-constexpr auto onebit_payload = payload_of([](InferenceContext* ctx, int64_t numel) {
-  return hvd_quant::onebit_payload_bytes(numel, block_size_of(ctx), attribute<bool>(ctx, "zeros"));
-});
-
-template <Code code>
-constexpr auto sparse_payload = payload_of([](InferenceContext* ctx, int64_t numel) {
-  return SparseLayout(code_of<code>(ctx), numel, slots_of(ctx)).payload_bytes;
-});
-
-constexpr auto cast_payload = payload_of([](InferenceContext* ctx, int64_t numel) {
-  return hvd_quant::cast_payload_bytes(cast_of(ctx), numel);
-});
 
 absl::Status two_thresholds(InferenceContext* ctx) {
   ctx->set_output(0, ctx->Vector(2));
@@ -577,64 +860,112 @@ absl::Status two_thresholds(InferenceContext* ctx) {
 }
 
 absl::Status vector_of_numel(InferenceContext* ctx) {
-  return status_of([&] { ctx->set_output(0, ctx->Vector(attribute<int64_t>(ctx, "numel"))); });
+  return status_of([&] {
+    ctx->set_output(0, ctx->Vector(attribute<int64_t>(ctx, "numel")));
+    ctx->set_output(1, ctx->Vector(ctx->UnknownDim()));
+  });
 }
 
-#define REGISTER_OF_GRADIENT(NAME, KERNEL, ARGUMENTS, OUTPUT, SHAPE)                           \
-  REGISTER_OP(NAME).Input("grad: float") ARGUMENTS.Output(OUTPUT).SetShapeFn(SHAPE);           \
-  REGISTER_OP(NAME "WithResidual").Input("grad: float") ARGUMENTS.Input("residual: resource")  \
-      .Output(OUTPUT).SetIsStateful().SetShapeFn(SHAPE);                                       \
-  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL);                              \
+#define REGISTER_OF_GRADIENT(NAME, KERNEL, ARGUMENTS, OUTPUTS, SHAPE)                  \
+  REGISTER_OP(NAME).Input("grad: float") ARGUMENTS OUTPUTS.SetShapeFn(SHAPE);          \
+  REGISTER_OP(NAME "WithResidual").Input("grad: float") ARGUMENTS.Input("residual: resource") \
+      OUTPUTS.SetIsStateful().SetShapeFn(SHAPE);                                       \
+  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL);                      \
   REGISTER_KERNEL_BUILDER(Name(NAME "WithResidual").Device(DEVICE_CPU), KERNEL)
 
-REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", OnebitEncode,
-                     .Attr("block_size: int").Attr("zeros: bool"),
-                     "payload: uint8", onebit_payload);
-REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode,
-                     .Input("step: int64").Attr("tau: float").Attr("slots: int"),
-                     "payload: uint8", sparse_payload<Code::threshold>);
-REGISTER_OF_GRADIENT("HvdQuantAdaptiveMeasure", AdaptiveMeasure,
-                     .Input("ratio: double").Input("step: int64"),
-                     "thresholds: float", two_thresholds);
-REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode,
-                     .Input("thresholds: float").Input("step: int64").Attr("slots: int"),
-                     "payload: uint8", sparse_payload<Code::adaptive>);
-REGISTER_OF_GRADIENT("HvdQuantTopkMeasure", TopkMeasure,
-                     .Input("ratio: double").Input("step: int64"),
-                     "thresholds: float", two_thresholds);
-REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode,
-                     .Input("thresholds: float").Input("step: int64").Attr("slots: int").Attr("values: string"),
-                     "payload: uint8", sparse_payload<Code::topk>);
+#define PAYLOADS .Attr("bounds: list(int) = []").Output("payload: uint8").Output("sizes: int64")
+#define ONEBIT .Attr("block_size: int").Attr("zeros: bool")
+#define SPARSE .Attr("slots: list(int)")
+#define TOPK SPARSE.Attr("values: string")
+#define CAST .Attr("dtype: string").Attr("codec: string")
 
-REGISTER_OP("HvdQuantCastEncode")
-    .Input("grad: float")
-    .Attr("dtype: string")
-    .Attr("codec: string")
-    .Output("payload: uint8")
-    .SetShapeFn(cast_payload);
+REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", OnebitEncode, ONEBIT, PAYLOADS, payloads_of<Onebit>);
+REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, .Input("step: int64").Attr("tau: float") SPARSE,
+                     PAYLOADS, payloads_of<Sparse<Code::threshold>>);
+REGISTER_OF_GRADIENT("HvdQuantAdaptiveMeasure", AdaptiveMeasure, .Input("ratio: double").Input("step: int64"),
+                     .Output("thresholds: float"), two_thresholds);
+REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, .Input("thresholds: float").Input("step: int64") SPARSE,
+                     PAYLOADS, payloads_of<Sparse<Code::adaptive>>);
+REGISTER_OF_GRADIENT("HvdQuantTopkMeasure", TopkMeasure, .Input("ratio: double").Input("step: int64"),
+                     .Output("thresholds: float"), two_thresholds);
+REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, .Input("thresholds: float").Input("step: int64") TOPK,
+                     PAYLOADS, payloads_of<Sparse<Code::topk>>);
+
+REGISTER_OP("HvdQuantCastEncode").Input("grad: float") CAST PAYLOADS.SetShapeFn(payloads_of<Values>);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantCastEncode").Device(DEVICE_CPU), CastEncode);
 
-// `out`, if there is one, is memory that the sum may take.
-#define REGISTER_DECODER(NAME, KERNEL, ATTRIBUTES)                                              \
-  REGISTER_OP(NAME).Input("gathered: uint8").Input("world: int32").Input("scale: float")        \
-      .Input("out: N * float") ATTRIBUTES.Attr("numel: int >= 0").Attr("name_of: string")       \
-      .Attr("N: int >= 0").Output("sum: float").SetShapeFn(vector_of_numel);                    \
-  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL)
+REGISTER_OP("HvdQuantLocate")
+    .Input("gathered: uint8")
+    .Input("rows: int32")
+    .Attr("columns: int >= 0")
+    .Attr("sizes: list(int)")
+    .Output("table: int64")
+    .SetShapeFn([](InferenceContext* ctx) {
+      return status_of([&] {
+        const auto columns = ctx->MakeDim(attribute<int64_t>(ctx, "columns"));
+        ctx->set_output(0, ctx->MakeShape({ctx->UnknownDim(), columns, ctx->MakeDim(2)}));
+      });
+    });
+REGISTER_KERNEL_BUILDER(Name("HvdQuantLocate").Device(DEVICE_CPU), Locate);
 
-REGISTER_DECODER("HvdQuantOnebitDecodeSum", OnebitDecode, .Attr("block_size: int").Attr("zeros: bool"));
-REGISTER_DECODER("HvdQuantThresholdDecodeSum", ThresholdDecode, .Attr("slots: int"));
-REGISTER_DECODER("HvdQuantAdaptiveDecodeSum", AdaptiveDecode, .Attr("slots: int"));
-REGISTER_DECODER("HvdQuantTopkDecodeSum", TopkDecode, .Attr("slots: int").Attr("values: string"));
-REGISTER_DECODER("HvdQuantCastDecodeSum", CastDecode, .Attr("dtype: string").Attr("codec: string"));
+#define OF_PAYLOADS .Attr("numel: int >= 0").Attr("bounds: list(int) = []").Attr("column: int >= 0 = 0")
+
+// `out`, if there is one, is memory that the sum may take.
+#define REGISTER_DECODER(NAME, FORMAT, ATTRIBUTES)                                              \
+  REGISTER_OP(NAME).Input("gathered: uint8").Input("table: int64").Input("scale: float")        \
+      .Input("teller: int32").Input("out: N * float") ATTRIBUTES OF_PAYLOADS.Attr("name_of: string")                   \
+      .Attr("owner: int = -1").Attr("N: int >= 0").Output("sum: float").Output("failure: uint8") \
+      .SetShapeFn(vector_of_numel);                                                             \
+  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Decode<FORMAT>)
+
+REGISTER_DECODER("HvdQuantOnebitDecodeSum", Onebit, ONEBIT);
+REGISTER_DECODER("HvdQuantThresholdDecodeSum", Sparse<Code::threshold>, SPARSE);
+REGISTER_DECODER("HvdQuantAdaptiveDecodeSum", Sparse<Code::adaptive>, SPARSE);
+REGISTER_DECODER("HvdQuantTopkDecodeSum", Sparse<Code::topk>, TOPK);
+REGISTER_DECODER("HvdQuantCastDecodeSum", Values, CAST);
+
+#define REGISTER_UNDO(NAME, FORMAT, ATTRIBUTES)                                                 \
+  REGISTER_OP(NAME).Input("grad: float").Input("flags: int32").Input("payload: uint8")          \
+      .Input("residual: resource") ATTRIBUTES.Attr("bounds: list(int) = []")                    \
+      .SetIsStateful().SetShapeFn(tensorflow::shape_inference::NoOutputs);                      \
+  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Undo<FORMAT>)
+
+REGISTER_UNDO("HvdQuantOnebitUndo", Onebit, ONEBIT);
+REGISTER_UNDO("HvdQuantThresholdUndo", Sparse<Code::threshold>, SPARSE);
+REGISTER_UNDO("HvdQuantAdaptiveUndo", Sparse<Code::adaptive>, SPARSE);
+REGISTER_UNDO("HvdQuantTopkUndo", Sparse<Code::topk>, TOPK);
 
 REGISTER_OP("HvdQuantFlags")
     .Input("gathered: uint8")
-    .Input("world: int32")
+    .Input("table: int64")
     .Attr("codec: string")
-    .Attr("numel: int >= 0")
+    OF_PAYLOADS
     .Output("flags: int32")
     .SetShapeFn(tensorflow::shape_inference::ScalarShape);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantFlags").Device(DEVICE_CPU), Flags);
+
+REGISTER_OP("HvdQuantByOwner")
+    .Input("payloads: N * uint8")
+    .Input("sizes: N * int64")
+    .Attr("N: int >= 1")
+    .Output("sent: uint8")
+    .Output("splits: int32")
+    .SetShapeFn([](InferenceContext* ctx) {
+      ctx->set_output(0, ctx->Vector(ctx->UnknownDim()));
+      ctx->set_output(1, ctx->Vector(ctx->UnknownDim()));
+      return absl::OkStatus();
+    });
+REGISTER_KERNEL_BUILDER(Name("HvdQuantByOwner").Device(DEVICE_CPU), ByOwner);
+
+REGISTER_OP("HvdQuantInstead")
+    .Input("payload: uint8")
+    .Input("failure: uint8")
+    .Output("sent: uint8")
+    .SetShapeFn([](InferenceContext* ctx) {
+      ctx->set_output(0, ctx->Vector(ctx->UnknownDim()));
+      return absl::OkStatus();
+    });
+REGISTER_KERNEL_BUILDER(Name("HvdQuantInstead").Device(DEVICE_CPU), Instead);
 
 REGISTER_OP("HvdQuantWithoutFlags")
     .Input("payload: uint8")
@@ -649,6 +980,16 @@ REGISTER_OP("HvdQuantRestore")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantRestore").Device(DEVICE_CPU), Restore);
+
+REGISTER_OP("HvdQuantGiveBack")
+    .Input("grad: float")
+    .Input("residual: resource")
+    .Attr("first: int")
+    .Attr("factor: float")
+    .Output("sum: float")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape);
+REGISTER_KERNEL_BUILDER(Name("HvdQuantGiveBack").Device(DEVICE_CPU), GiveBack);
 
 // Stateless, so that a tf.function runs it as soon as x is there, and not after what else is stateful.
 REGISTER_OP("HvdQuantNow")

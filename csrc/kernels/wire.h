@@ -1,6 +1,7 @@
 // The payload header and its checks: hvd_quant/wire.py in C++, with the same sentences.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -112,6 +113,19 @@ inline std::string failure_message(const uint8_t* body, int64_t nbytes) {
          valid_utf8(body + 8, length < nbytes - 8 ? length : nbytes - 8);
 }
 
+// What a worker that has nothing to send sends instead: its rank and the reason.
+inline std::vector<uint8_t> failure(const std::string& codec, int64_t numel, int64_t rank, const std::string& reason) {
+  const int64_t length = std::min<int64_t>(int64_t(reason.size()), 4096), body = padded(8 + length);
+  std::vector<uint8_t> payload(kHeaderBytes + body);
+  write_header(payload.data(), codec, numel, body);
+  store_as(payload.data() + kHeaderBytes, uint32_t(rank));
+  store_as(payload.data() + kHeaderBytes + 4, uint32_t(length));
+  std::memcpy(payload.data() + kHeaderBytes + 8, reason.data(), size_t(length));
+  payload[3] = kFailed;
+  store_as(payload.data() + 24, checksum(payload.data(), kHeaderBytes + body));
+  return payload;
+}
+
 // Checks the fields of a payload's header and returns the flags.
 inline uint8_t check_header(Bytes payload, const std::string& codec, int64_t numel) {
   const uint8_t* p = payload.data;
@@ -177,7 +191,7 @@ inline std::vector<Bytes> split(Bytes gathered, int64_t world) {
   }
   if (int64_t(payloads.size()) == world && rest.size == 0) return payloads;
   if (gathered.size % world || gathered.size < world * kHeaderBytes)
-    throw PayloadError(format("%lld workers sent %lld bytes whose headers tell other lengths: a payload is damaged, or "
+    throw PayloadError(format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is damaged, or "
                               "compression settings differ between workers",
                               (long long)world, (long long)gathered.size));
   payloads.clear();

@@ -12,9 +12,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
+from hvd_quant.exchange import buckets
 from hvd_quant.keras.reducing import Settings, reducing
 from hvd_quant.registry import get_compressor, resolve, selector
-from hvd_quant.tensorflow.arguments import checked_groups, weights_of
+from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, weights_of
 from hvd_quant.tensorflow.state import State
 from hvd_quant.tensorflow.variables import make_variables
 
@@ -35,7 +36,8 @@ def DistributedOptimizer(
         num_groups: int = 0,
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True) -> Any:
+        scale_local_gradients: bool = True,
+        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
     """An optimizer that reduces gradients over the workers, exchanged compressed, before it applies them as another
     does.
 
@@ -64,9 +66,10 @@ def DistributedOptimizer(
             passes. (With Keras's own ``gradient_accumulation_steps`` there is one exchange a window too, and Keras's
             meaning.)
         average_aggregated_gradients: take the mean over those passes, not the sum.
-        num_groups, groups: variables whose exchanges start together, when the last of them has its gradient.
+        num_groups, groups: variables that travel together, when the last of them has its gradient.
         process_set: the workers to reduce over.
         scale_local_gradients: divide the gradients of local variables by the number of workers.
+        bucket_bytes: bytes of dense gradients that travel together; they start once all of them are there.
 
     Raises:
         TypeError: for something else than a Keras optimizer, or a compression that is none of the above.
@@ -83,7 +86,7 @@ def DistributedOptimizer(
             selector(compression)  # raises for what can't be in one
     return _frontend(optimizer).distribute(optimizer, Settings(
         name, device_dense, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
-        average_aggregated_gradients, groups, process_set, scale_local_gradients))
+        average_aggregated_gradients, groups, process_set, scale_local_gradients, checked_bucket_bytes(bucket_bytes)))
 
 
 def PartialDistributedOptimizer(
@@ -98,7 +101,8 @@ def PartialDistributedOptimizer(
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         local_layers: Any = None,
-        scale_local_gradients: bool = True) -> Any:
+        scale_local_gradients: bool = True,
+        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
     """A distributed optimizer that leaves the gradients of some layers as they are on each worker.
 
     Arguments:
@@ -111,7 +115,7 @@ def PartialDistributedOptimizer(
     local = weights_of(local_layers)
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients)
+        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes)
     for variable in local:
         distributed.register_local_var(variable)
     return distributed

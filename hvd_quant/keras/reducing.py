@@ -30,6 +30,7 @@ class Settings:
     groups: int | list[list[Any]] | None
     process_set: ProcessSet
     scale_local: bool
+    bucket_bytes: int
 
 
 class Reducing:
@@ -78,7 +79,7 @@ class Reducing:
         vars(self)["_hvd_reducer"] = reducer = Reducer(
             settings.compression, variables, name=settings.name or f"Distributed{type(self).__name__}", op=settings.op,
             predivide=settings.predivide, groups=settings.groups, sparse_as_dense=settings.sparse_as_dense,
-            process_set=settings.process_set)
+            process_set=settings.process_set, bucket_bytes=settings.bucket_bytes)
         self._track_trackable(reducer.state, "compression", overwrite=True)
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:

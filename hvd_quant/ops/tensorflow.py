@@ -5,6 +5,8 @@ Same names, arguments and bytes, eagerly and in a ``tf.function``. What differs 
 - ``residual`` is a ``tf.Variable`` on the CPU, updated in place, or None; ``step`` and ``scale`` may be scalar tensors.
 - ``payloads`` is a list of tensors, or what an allgather returned, as :class:`Payloads`.
 - ``out`` is only memory that the result may take; the result is what is returned.
+- A range of a vector may be a :class:`Part` of it. What a compressor asks of parts is only noted (:class:`Asked`), and
+  becomes one operation for all the ranges of a tensor: :func:`encode_parts`, :func:`decode_parts`, :func:`undo_parts`.
 - A payload that is damaged, foreign, or says that its worker failed raises ``tf.errors.DataLossError`` with the
   sentence that :class:`hvd_quant.wire.PayloadError` has elsewhere.
 - A user's own code in array operations runs over :mod:`hvd_quant.ops.generic`, so what that would use is not here.
@@ -13,6 +15,7 @@ Same names, arguments and bytes, eagerly and in a ``tf.function``. What differs 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -36,113 +39,259 @@ DAMAGED = 4
 
 
 class Payloads(NamedTuple):
-    """The payloads of all workers, one after another in rank order, as an allgather returns them.
+    """Payloads of one tensor among what a collective returned.
 
     Attributes:
-        data: uint8, 1-D.
-        world: number of workers, an int or a scalar int32 tensor.
+        data: uint8, 1-D, payloads one after another.
+        world: rows of payloads, one a worker: an int or a scalar int32 tensor.
         name: the parameter's, with which errors begin.
+        table: where they are, as :func:`locate` tells; found out where None.
+        column: the tensor's in the table.
+        teller: the column of the tensor whose error is raised, a scalar int32 tensor; each its own where -1.
     """
 
     data: tf.Tensor
     world: Any
     name: str = ""
+    table: tf.Tensor | None = None
+    column: int = 0
+    teller: Any = -1
 
     @classmethod
     def of(cls, payloads: Payloads | list[tf.Tensor]) -> Payloads:
-        return payloads if isinstance(payloads, cls) else cls(tf.concat(payloads, 0), len(payloads))
+        payloads = payloads if isinstance(payloads, cls) else cls(tf.concat(payloads, 0), len(payloads))
+        return payloads if payloads.table is not None else payloads._replace(table=locate(payloads.data, payloads.world))
+
+
+class Part(NamedTuple):
+    """A range of a vector, or of what belongs to it: its payload, or its payloads."""
+
+    whole: Any
+    start: int
+    stop: int
+
+
+class Asked(NamedTuple):
+    """What a compressor asked of a part: the operation, its arguments, and those that differ between ranges."""
+
+    op: str
+    part: Part
+    arguments: dict[str, Any]
+    slots: int | None = None
+
+    @property
+    def codec(self) -> str:
+        """The compressor's name in the payload's header."""
+        return self.arguments.get("codec", self.op)
+
+    def __mul__(self, factor: float) -> Asked:
+        return self._replace(arguments={**self.arguments, "scale": self.arguments.get("scale", 1.0) * factor})
+
+
+def locate(data: tf.Tensor, rows: Any, columns: int = 1, sizes: Sequence[int] = ()) -> tf.Tensor:
+    """Where the payloads in ``data`` are: int64, shape [rows, columns, 2], first byte and size of each.
+
+    Arguments:
+        sizes: bytes that are expected, of each payload or of those of each row; 0 where there is none. Where they don't make up
+            the whole, headers tell.
+    """
+    return _native.hvd_quant_locate(gathered=data, rows=rows, columns=columns, sizes=list(sizes))
 
 
 # -------------------------------------------------------------------------------------------------------------- encode
 
-def _of_gradient(op: str, grad: tf.Tensor, residual: tf.Variable | None, **arguments: Any) -> tf.Tensor:
+def _measure(op: str, grad: tf.Tensor, residual: tf.Variable | None, **arguments: Any) -> tf.Tensor:
     if residual is None:
         return getattr(_native, op)(grad=grad, **arguments)
     return getattr(_native, f"{op}_with_residual")(grad=grad, residual=residual.handle, **arguments)
 
 
+def _encode(op: str, grad: tf.Tensor | Part, residual: tf.Variable | None, slots: int | None = None,
+            **arguments: Any) -> Any:
+    arguments["residual"] = residual
+    if isinstance(grad, Part):
+        return Asked(op, grad, arguments, slots)
+    return _encode_all([Asked(op, Part(grad, 0, 0), arguments, slots)], []).payload
+
+
+def _encode_all(asked: list[Asked], bounds: list[int]) -> Any:
+    """The operation: its output ``payload`` has the payloads one after another, ``sizes`` their bytes."""
+    arguments = dict(asked[0].arguments)
+    residual = arguments.pop("residual")
+    op = f"hvd_quant_{asked[0].op}_encode"
+    if residual is not None:
+        op, arguments["residual"] = f"{op}_with_residual", residual.handle
+    return getattr(_native, op)(grad=asked[0].part.whole, bounds=bounds, **_slots(asked), **arguments)
+
+
+def _slots(asked: list[Asked]) -> dict[str, list[int]]:
+    return {} if asked[0].slots is None else {"slots": [one.slots for one in asked]}
+
+
+def encode_parts(asked: list[Asked]) -> Any:
+    """One operation that encodes ranges of a vector, all in the same way: its output ``payload`` has their payloads one after
+    another, ``sizes`` their bytes, 0 for a range without entries."""
+    return _encode_all(_alike(asked), _bounds(asked))
+
+
+def _bounds(asked: list[Asked]) -> list[int]:
+    return [bound for one in asked for bound in (one.part.start, one.part.stop)]
+
+
+def _alike(asked: list[Asked]) -> list[Asked]:
+    """Check that ranges differ in nothing but their lengths."""
+    def key(one: Any) -> Any:
+        return isinstance(one, Asked) and (one.op, {k: v if isinstance(v, str | int | float) else id(v) for k, v in
+                                                    one.arguments.items()})
+
+    if not all(key(one) and key(one) == key(asked[0]) for one in asked):
+        raise TypeError("a compressor with native = True has to encode and decode each range of a tensor with the same code of "
+                        "ops, and to return what that returns: leave native = True out")
+    return asked
+
+
 def onebit_encode(grad: tf.Tensor, residual: tf.Variable | None, block_size: int, zeros: bool = False) -> tf.Tensor:
-    return _of_gradient("hvd_quant_onebit_encode", grad, residual, block_size=block_size, zeros=zeros)
+    return _encode("onebit", grad, residual, block_size=block_size, zeros=zeros)
 
 
 def threshold_encode(grad: tf.Tensor, residual: tf.Variable | None, tau: float, slots: int, step: Any) -> tf.Tensor:
-    return _of_gradient("hvd_quant_threshold_encode", grad, residual, tau=tau, slots=slots, step=step)
+    return _encode("threshold", grad, residual, tau=tau, slots=slots, step=step)
 
 
 def adaptive_measure(grad: tf.Tensor, residual: tf.Variable | None, ratio: float, step: Any) -> tf.Tensor:
-    return _of_gradient("hvd_quant_adaptive_measure", grad, residual, ratio=ratio, step=step)
+    return _measure("hvd_quant_adaptive_measure", grad, residual, ratio=ratio, step=step)
 
 
 def adaptive_encode(grad: tf.Tensor, residual: tf.Variable | None, thresholds: tf.Tensor, slots: int,
                     step: Any) -> tf.Tensor:
-    return _of_gradient("hvd_quant_adaptive_encode", grad, residual, thresholds=thresholds, slots=slots, step=step)
+    return _encode("adaptive", grad, residual, thresholds=thresholds, slots=slots, step=step)
 
 
 def topk_measure(grad: tf.Tensor, residual: tf.Variable | None, ratio: float, step: Any) -> tf.Tensor:
-    return _of_gradient("hvd_quant_topk_measure", grad, residual, ratio=ratio, step=step)
+    return _measure("hvd_quant_topk_measure", grad, residual, ratio=ratio, step=step)
 
 
 def topk_encode(grad: tf.Tensor, residual: tf.Variable | None, thresholds: tf.Tensor, slots: int, values: str,
                 step: Any) -> tf.Tensor:
-    return _of_gradient("hvd_quant_topk_encode", grad, residual, thresholds=thresholds, slots=slots, values=values,
-                        step=step)
+    return _encode("topk", grad, residual, thresholds=thresholds, slots=slots, values=values, step=step)
 
 
 def cast_encode(grad: tf.Tensor, dtype: str, codec: str) -> tf.Tensor:
-    return _native.hvd_quant_cast_encode(grad=grad, dtype=dtype, codec=codec)
+    return _encode("cast", grad, None, dtype=dtype, codec=codec)
 
 
 # -------------------------------------------------------------------------------------------------------------- decode
 
-def _sum(op: str, payloads: Payloads | list[tf.Tensor], numel: int, out: tf.Tensor | None, scale: Any,
-         **settings: Any) -> tf.Tensor:
-    payloads = Payloads.of(payloads)
-    return getattr(_native, op)(gathered=payloads.data, world=payloads.world, scale=tf.cast(scale, tf.float32),
-                                out=[] if out is None else [out], numel=numel, name_of=payloads.name, **settings)
+def _sum(op: str, payloads: Payloads | list[tf.Tensor] | Part, numel: int, out: tf.Tensor | None, scale: Any,
+         slots: int | None = None, **settings: Any) -> Any:
+    part = payloads[0] if isinstance(payloads, list) and len(payloads) == 1 else payloads
+    if isinstance(part, Part):
+        return Asked(op, part, {"scale": scale, **settings}, slots)
+    asked = [Asked(op, Part(Payloads.of(payloads), 0, 0), {"scale": scale, **settings}, slots)]
+    return _sum_all(asked, [], numel, out).sum
+
+
+def _sum_all(asked: list[Asked], bounds: list[int], numel: int, out: tf.Tensor | None, owner: int = -1) -> Any:
+    """The operation: its output ``sum``, and ``failure`` for an owner."""
+    payloads, arguments = asked[0].part.whole, dict(asked[0].arguments)
+    scale = tf.cast(arguments.pop("scale"), tf.float32)
+    return getattr(_native, f"hvd_quant_{asked[0].op}_decode_sum")(
+        gathered=payloads.data, table=payloads.table, scale=scale, teller=payloads.teller, out=[] if out is None else [out],
+        numel=numel, bounds=bounds, column=payloads.column, name_of=payloads.name, owner=owner, **_slots(asked), **arguments)
+
+
+def decode_parts(asked: list[Asked], numel: int, out: tf.Tensor | None = None) -> tf.Tensor:
+    """One operation that decodes all ranges of a vector, each from as many rows of the payloads' table, in turn; NaN throughout
+    where anything was not finite."""
+    return _sum_all(_alike(asked), _bounds(asked), numel, out).sum
+
+
+def decode_as_owner(asked: Asked, numel: int, rank: int) -> Any:
+    """One operation that decodes a vector for all and raises nothing: ``sum``, and ``failure``, which is empty, or in the place
+    of an error the failure payload that the others have to get."""
+    return _sum_all(_alike([asked]), [], numel, None, owner=rank)
+
+
+def undo_parts(asked: list[Asked], flags: tf.Tensor, payload: tf.Tensor) -> tf.Operation:
+    """One operation that takes the encode of all ranges of a vector back if ``flags`` are not 0.
+
+    Arguments:
+        asked: what :func:`restore` noted.
+        payload: what was encoded.
+    """
+    arguments = dict(_alike(asked)[0].arguments)
+    arguments.pop("scale")
+    return getattr(_native, f"hvd_quant_{asked[0].op}_undo")(
+        grad=asked[0].part.whole, flags=flags, payload=payload, residual=arguments.pop("residual").handle, bounds=_bounds(asked),
+        **_slots(asked), **arguments)
 
 
 def onebit_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, block_size: int, zeros: bool = False, *,
                       out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
-    return _sum("hvd_quant_onebit_decode_sum", payloads, numel, out, scale, block_size=block_size, zeros=zeros)
+    return _sum("onebit", payloads, numel, out, scale, block_size=block_size, zeros=zeros)
 
 
 def threshold_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, slots: int, *, out: tf.Tensor | None = None,
                          scale: Any = 1.0) -> tf.Tensor:
-    return _sum("hvd_quant_threshold_decode_sum", payloads, numel, out, scale, slots=slots)
+    return _sum("threshold", payloads, numel, out, scale, slots=slots)
 
 
 def adaptive_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, slots: int, *, out: tf.Tensor | None = None,
                         scale: Any = 1.0) -> tf.Tensor:
-    return _sum("hvd_quant_adaptive_decode_sum", payloads, numel, out, scale, slots=slots)
+    return _sum("adaptive", payloads, numel, out, scale, slots=slots)
 
 
 def topk_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, slots: int, values: str, *,
                     out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
-    return _sum("hvd_quant_topk_decode_sum", payloads, numel, out, scale, slots=slots, values=values)
+    return _sum("topk", payloads, numel, out, scale, slots=slots, values=values)
 
 
 def cast_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, dtype: str, codec: str, *,
                     out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
-    return _sum("hvd_quant_cast_decode_sum", payloads, numel, out, scale, dtype=dtype, codec=codec)
+    return _sum("cast", payloads, numel, out, scale, dtype=dtype, codec=codec)
 
 
 # --------------------------------------------------------------------------------------------- around encode and decode
 
-def flags(payloads: Payloads | list[tf.Tensor], codec: str, numel: int) -> tf.Tensor:
+def flags(payloads: Payloads | list[tf.Tensor], codec: str, numel: int, bounds: Sequence[int] = ()) -> tf.Tensor:
     """The flags of all payloads (``wire.NONFINITE``, ``wire.FAILED``) in one int32, shape []; ``DAMAGED`` is among them where
-    one has a wrong header or checksum, of which a decoder will tell more."""
+    one has a wrong header or checksum, of which a decoder will tell more.
+
+    Arguments:
+        bounds: first and one past last entry of each range, in which case the ranges have the payloads in turn.
+    """
     payloads = Payloads.of(payloads)
-    return _native.hvd_quant_flags(gathered=payloads.data, world=payloads.world, codec=codec, numel=numel)
+    return _native.hvd_quant_flags(gathered=payloads.data, table=payloads.table, codec=codec, numel=numel, bounds=list(bounds),
+                                   column=payloads.column)
 
 
-def without_flags(payload: tf.Tensor) -> tf.Tensor:
+def without_flags(payload: tf.Tensor | Part) -> tf.Tensor | Part:
     """A copy of a payload that decodes as if everything had been finite (it leaves non-finite gradients out)."""
-    return _native.hvd_quant_without_flags(payload)
+    return payload if isinstance(payload, Part) else _native.hvd_quant_without_flags(payload)
 
 
-def restore(residual: tf.Variable, decoded: tf.Tensor, grad: tf.Tensor) -> tf.Operation | None:
+def restore(residual: tf.Variable, decoded: tf.Tensor | Asked, grad: tf.Tensor | Part) -> Any:
     """Take an encode back, as ``generic.restore`` does; in a graph, the operation that does it."""
+    if isinstance(grad, Part):
+        return Asked(decoded.op, grad, {**decoded.arguments, "residual": residual}, decoded.slots)
     return _native.hvd_quant_restore(grad=grad, decoded=decoded, residual=residual.handle)
+
+
+def give_back(grad: tf.Tensor, residual: tf.Variable, first: int = 0, factor: float = 1.0) -> tf.Tensor:
+    """The gradient with ``factor`` times the residual, which is 0 then, added from the entry ``first`` on; the gradient as it is,
+    and the residual too, where that isn't finite."""
+    return _native.hvd_quant_give_back(grad=grad, residual=residual.handle, first=first, factor=factor)
+
+
+def by_owner(payloads: list[tf.Tensor], sizes: list[tf.Tensor]) -> Any:
+    """The payloads of several tensors, each tensor's in the order of owners, put together owner by owner: ``sent``, and each
+    owner's bytes, ``splits``, int32."""
+    return _native.hvd_quant_by_owner(payloads=payloads, sizes=sizes)
+
+
+def instead(payload: tf.Tensor, failure: tf.Tensor) -> tf.Tensor:
+    """The payload, or the failure unless that is empty."""
+    return _native.hvd_quant_instead(payload, failure)
 
 
 def now(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -27,6 +27,17 @@ def checked_groups(predivide: float, op: int, num_groups: int, groups: int | lis
     return groups
 
 
+def checked_bucket_bytes(bucket_bytes: Any) -> int:
+    """Dense bytes of a bucket.
+
+    Raises:
+        ValueError: unless it is a positive whole number.
+    """
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; give a positive whole number of bytes, such as 25 * 2**20")
+    return bucket_bytes
+
+
 def weights_of(layers: Any) -> list[Any]:
     """The trainable weights of a Keras layer or of several.
 

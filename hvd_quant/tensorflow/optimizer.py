@@ -10,8 +10,9 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.exchange import buckets
 from hvd_quant.registry import get_compressor, resolve
-from hvd_quant.tensorflow.arguments import checked_groups
+from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups
 from hvd_quant.tensorflow.reducer import Gradient, Reducer
 
 
@@ -30,7 +31,8 @@ def DistributedOptimizer(
         num_groups: int = 0,
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True) -> Any:
+        scale_local_gradients: bool = True,
+        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
     """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
 
     A Keras optimizer gets what :func:`hvd_quant.keras.DistributedOptimizer` makes of it; one of ``tf.compat.v1.train`` reduces
@@ -40,7 +42,7 @@ def DistributedOptimizer(
         optimizer: of Keras 3, of tf_keras, or of ``tf.compat.v1.train``.
         name: starts the names of the collectives.
         use_locking: for ``tf.compat.v1.train``, as in Horovod.
-        compression: as for :func:`hvd_quant.tensorflow.DistributedGradientTape`.
+        compression, bucket_bytes: as for :func:`hvd_quant.tensorflow.DistributedGradientTape`.
         others: as in ``horovod.tensorflow.DistributedOptimizer``.
 
     Raises:
@@ -52,7 +54,8 @@ def DistributedOptimizer(
         return keras.DistributedOptimizer(
             optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
             backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
-            scale_local_gradients=scale_local_gradients)
+            scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes)
+    checked_bucket_bytes(bucket_bytes)
     if op == horovod.Adasum:
         compression = resolve(compression)
         if isinstance(compression, Mapping) or isinstance(compression, Compressor) and compression.name not in ("none", "fp16"):
@@ -73,7 +76,7 @@ def DistributedOptimizer(
         if key not in reducers:
             reducers[key] = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
                                     predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
-                                    process_set=process_set)
+                                    process_set=process_set, bucket_bytes=bucket_bytes)
         with tf.device(device_dense):
             return reducers[key].reduce(grads, variables)
 

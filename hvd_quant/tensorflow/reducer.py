@@ -1,29 +1,26 @@
-"""Gradients on their way: memory, encode, exchange and decode, as operations of a graph."""
+"""Which gradients travel together, in which order, and by which exchange."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 from horovod.common.util import split_list
-from horovod.tensorflow import allreduce, mpi_ops
+from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 from tensorflow.python.ops import control_flow_util
 
-from hvd_quant import wire
-from hvd_quant.compressors import TensorInfo
-from hvd_quant.exchange import sent_bytes
+from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
-from hvd_quant.tensorflow.codes import Hosted, Traced
-from hvd_quant.tensorflow.state import COSTS, TIMES, Slot, State, untracked
+from hvd_quant.tensorflow import network
+from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, by, label_of
+from hvd_quant.tensorflow.state import COSTS, OWNER, Slot, State, untracked
 
 _NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
-Gradient = tf.Tensor | tf.IndexedSlices
 
 
 class Reducer(tf.Module):
@@ -39,9 +36,10 @@ class Reducer(tf.Module):
         name: starts the names of the collectives; a :class:`State` has its own.
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         predivide: Horovod's gradient_predivide_factor, for dense gradients; a compressed mean is the same whatever it is.
-        groups: lists of variables, or a number of groups, whose exchanges start together.
+        groups: lists of variables, or a number of groups, that travel together.
         sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed.
         process_set: the workers to reduce over.
+        bucket_bytes: dense bytes of gradients that travel together.
 
     Raises:
         TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
@@ -49,7 +47,7 @@ class Reducer(tf.Module):
 
     def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average,
                  predivide: float = 1.0, groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
-                 process_set: ProcessSet = global_process_set) -> None:
+                 process_set: ProcessSet = global_process_set, bucket_bytes: int = buckets.BUCKET_BYTES) -> None:
         super().__init__()
         self.state = compression if isinstance(compression, State) else State(compression, variables, process_set, name)
         for slot in self.state.slots.values():
@@ -57,9 +55,9 @@ class Reducer(tf.Module):
                 raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the "
                                  "gradients themselves; use 'none', or op=Average")
         self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
-        self._process_set = process_set
+        self._process_set, self._bucket_bytes = process_set, bucket_bytes
         if groups is not None and not isinstance(groups, int):
-            groups = [{self.state.place(v) for v in group} for group in groups]
+            groups = [[self.state.place(v) for v in group] for group in groups]
         in_graph = tf.function(self._exchange_all, autograph=False, reduce_retracing=True)
         # In a function, since models that are saved would take a tf.function that they find along.
         untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph)
@@ -90,7 +88,7 @@ class Reducer(tf.Module):
                 worker failed.
         """
         grads, variables = list(grads), list(variables)
-        if not _ELASTIC and (not self._process_set.included() or self._process_set.size() == 1):
+        if not network.ELASTIC and (not self._process_set.included() or self._process_set.size() == 1):
             return grads
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
@@ -104,208 +102,126 @@ class Reducer(tf.Module):
         return [None if grad is None else reduced[self.state.place(v)] for grad, v in zip(grads, variables)]
 
     def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
-        grads, reduced = self._started_together(grads, places), [None] * len(grads)
-        # The last first: backward makes the last layers' gradients first, and stateful operations run in program order.
-        for i in reversed(range(len(grads))):
-            reduced[i] = self.exchange(self.state.by_place[places[i]], grads[i])
-        return reduced
+        given = dict(zip(places, grads))
+        reduced: dict[int, Gradient] = {}
+        for bucket in self._buckets(given):
+            reduced.update(zip(bucket, self._travel(bucket, [given[place] for place in bucket])))
+        return [reduced[place] for place in places]
 
-    def _started_together(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
-        """The gradients, those of a group available once all of the group are."""
-        if self._groups is None:
-            return grads
-        if isinstance(self._groups, int):
-            groups = split_list(list(range(len(grads))), self._groups)
-        else:
-            groups = [[i for i, place in enumerate(places) if place in group] for group in self._groups]
-        grads = list(grads)
-        for group in groups:
-            with tf.control_dependencies([_tensor(grads[i]) for i in group]):
-                for i in group:
-                    grads[i] = tf.identity(grads[i])
-        return grads
+    def _buckets(self, given: dict[int, Gradient]) -> list[list[int]]:
+        """Which gradients travel together, by their places; those that are expected to be complete first come first."""
+        # Backward makes the last layers' gradients first, and stateful operations run in program order.
+        order = {place: at for at, place in enumerate(reversed(given))}
+        alone = [[place] for place in order if isinstance(given[place], tf.IndexedSlices)]
+        groups = split_list(list(given), self._groups) if isinstance(self._groups, int) else self._groups or []
+        planned = [*alone, *([place for place in order if place in group and [place] not in alone] for group in groups)]
+        taken = {place for bucket in planned for place in bucket}
+        sizes = {place: 4 * self.state.by_place[place].info.numel for place in order if place not in taken}
+        planned += buckets.fill(sizes, self._bucket_bytes)
+        return sorted(filter(None, planned), key=lambda bucket: order[bucket[-1]])
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
-        """One gradient's exchange in the graph that is being made, chosen now or, for warm-ups and elastic jobs, when it runs.
+        """One gradient's exchange in the graph that is being made, by itself."""
+        return self._travel([self.state.by_place.index(slot)], [grad])[0]
 
-        Collectives are named after the slot. Its exchanges follow each other, whatever graphs they are in, since each begins
-        with reading its step and ends with counting it: so no two of a name are ever under way.
+    def _travel(self, places: list[int], grads: list[Gradient]) -> list[Gradient]:
+        """The exchange of a bucket: gradients with the same compressor and exchange travel together."""
+        slots = [self.state.by_place[place] for place in places]
+        given = dict(zip(slots, grads))
+        for slot in slots:
+            untracked(slot, sparse=isinstance(given[slot], tf.IndexedSlices))
+        if self._op in (Average, Sum):
+            for group in by((s for s in slots if not s.sparse), lambda slot: slot.compressor).values():
+                self.state.decide(group)
+        reduced: dict[Slot, Gradient] = {}
+        for (kinds, _, _), together in by(slots, self._way).items():
+            for members in self._parted(kinds[1], together):
+                reduced.update(zip(members, self._exchange(kinds, members, [given[slot] for slot in members])))
+        return [reduced[slot] for slot in slots]
+
+    def _way(self, slot: Slot) -> tuple[tuple[str, str], Any, Any]:
+        """How it travels during its warm-up and after it, and what else those have in common that travel with it."""
+        if slot.sparse:
+            return ("sparse", "sparse"), slot, None
+        kinds = slot.kinds() if self._op in (Average, Sum) else ("dense", "dense")
+        return kinds, None if kinds == ("dense", "dense") else slot.travels, slot.workers
+
+    def _parted(self, kind: str, slots: list[Slot]) -> list[list[Slot]]:
+        """Those that fit into one collective, which over MPI counts bytes in 32 bits."""
+        if not mpi_ops.mpi_enabled() or kind not in ("allgather", "sra"):
+            return [slots]
+        sizes = {slot: gathered_bytes(kind, slot.travels.payload_bytes(slot.typical), slot.workers.world) for slot in slots}
+        return buckets.fill(sizes, MPI_COUNT_LIMIT - 1)
+
+    def _exchange(self, kinds: tuple[str, str], slots: list[Slot], grads: list[Gradient]) -> list[Gradient]:
+        """The exchange of gradients that travel together, chosen now or, for warm-ups and elastic jobs, when it runs.
+
+        The exchanges of a slot follow each other, whatever graphs they are in, since each begins with reading its step and ends
+        with counting it.
         """
-        slot.sparse = isinstance(grad, tf.IndexedSlices)
-        at = {"rank": self._process_set.rank(), "world": self._process_set.size()}
-        if _ELASTIC:
+        workers, (during, after) = slots[0].workers, kinds
+        at = {"rank": workers.rank, "world": workers.world}
+        if network.ELASTIC:
             at = {"rank": mpi_ops.rank_op(), "world": mpi_ops.size_op(self._process_set.process_set_id)}
-        info = dataclasses.replace(slot.info, step=slot.step.read_value(), **at)
-        during, after = slot.kinds(max(2, self._process_set.size()))
-        if self._op not in (Average, Sum):
-            during = after = "dense"
+        infos = [dataclasses.replace(slot.info, step=slot.step.read_value(), **at) for slot in slots]
+        cargo = [Cargo(slot, info, self._with_what_is_kept(slot, after, grad)) for slot, info, grad in zip(slots, infos, grads)]
+        travels = slots[0].travels
+        if after == "sparse":
+            self._warn_of_sparse(slots[0])
+        style = self.state.horovod_style or (slots[0].compressor if self._op == Adasum else None)
+        flight = Flight(label_of(slots), travels, cargo, workers, self._op, self._predivide, style)
 
-        def travel(kind: str) -> Callable[[], tf.Tensor]:
-            return lambda: getattr(self, f"_{kind}")(slot, info, grad)
-
-        def exchanged() -> Gradient:
-            if slot.sparse:
-                return self._sparse(slot, info, grad)
+        def exchanged() -> Landed:
             if during == after:
-                return travel(after)()
-            return tf.cond(info.step < slot.compressor.warmup, travel(during), travel(after))
+                return getattr(flight, after)()
+            first = tf.reduce_min(tf.stack([info.step for info in infos]))
+            return tf.cond(first < travels.warmup, getattr(flight, during), getattr(flight, after))
 
-        if _ELASTIC:
+        if network.ELASTIC:
             included = mpi_ops.process_set_included_op(self._process_set.process_set_id)
-            reduced = tf.cond((included == 1) & (info.world > 1), exchanged, lambda: grad)
+            stay = Landed([one.grad for one in cargo], tf.zeros(len(COSTS), tf.float64))
+            reduced, costs = tf.cond((included == 1) & (infos[0].world > 1), exchanged, lambda: stay)
         else:
-            reduced = exchanged()
-        with tf.control_dependencies([_tensor(reduced)]):
+            reduced, costs = exchanged()
+        added = self.state.account(slots, flight.label).costs.assign_add(costs)
+        return [self._counted(slot, grad, [added] if i == 0 else []) for i, (slot, grad) in enumerate(zip(slots, reduced))]
+
+    def _counted(self, slot: Slot, grad: Gradient, also: list[Any]) -> Gradient:
+        """The reduced gradient, once its exchange is counted."""
+        with tf.control_dependencies([grad.values if isinstance(grad, tf.IndexedSlices) else grad]):
             counted = slot.step.assign_add(1)
-        with tf.control_dependencies([counted]):
-            return tf.identity(reduced)
+        with tf.control_dependencies([counted, *also]):
+            return tf.nest.map_structure(tf.identity, grad, expand_composites=True)
 
-    def _dense(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
-        """Horovod's allreduce of the gradient as it is, or as a class in Horovod's style makes it."""
-        given, started = _begun(grad, info)
-        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        wide = tf.cast(given, tf.float32) if grad.dtype.size == 2 else given
-        # Adasum reduces fp16 as Horovod does: what compress() returns.
-        style = _HorovodStyle(self.state.horovod_style or (slot.compressor if self._op == Adasum else _NONE))
-        factors = {}
-        if self._op == Average:
-            factors = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide}
-        reduced = allreduce(wide, op=self._op, compression=style, name=f"HorovodAllreduce_{slot.label}",
-                            ignore_name_scope=True, process_set=self._process_set, **factors)
-        reduced, decoded = ops.now(reduced)
-        times = [started, style.encoded, style.arrived, decoded]
-        return self._counted(slot, info, "dense", style.bytes_sent, times, tf.cast(reduced, grad.dtype))
+    def _with_what_is_kept(self, slot: Slot, kind: str, grad: Gradient) -> Gradient:
+        """The gradient, with what an exchange of another kind has kept and this one wouldn't send: nothing is lost where a job
+        is resumed on another network."""
+        left = [key for key in slot.state if kind in ("dense", "allreduce") or kind == "allgather" and key.startswith(OWNER)]
+        if not left:
+            return grad
+        flat = tf.reshape(tf.cast(grad, tf.float32), [-1])
+        if "residual" in left:
+            flat = ops.give_back(flat, slot.state["residual"], slot.pieces[slot.workers.local[0]][0],
+                                 self._process_set.size() / slot.workers.world)
+        if OWNER + "residual" in left:
+            flat = ops.give_back(flat, slot.state[OWNER + "residual"], slot.owned[0], self._process_set.size())
+        return tf.cast(tf.reshape(flat, slot.info.shape), grad.dtype)
 
-    def _allreduce(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
-        """A linear code: what it yields is summed by Horovod's allreduce, round by round."""
-        flat, started = _begun(_flat(grad), info)
-        rounds = slot.compressor.rounds(ops, flat, slot.state, info, flat)
-        total, bytes_sent, encoded = None, 0, []
-        while True:
-            try:
-                tensor, moment = ops.now(rounds.send(total))
-            except StopIteration as end:
-                mean, decoded = ops.now(end.value)
-                break
-            total = mpi_ops._allreduce(tensor, op=Sum, name=f"HorovodAllreduce_{slot.label}_{len(encoded)}",
-                                       ignore_name_scope=True, process_set=self._process_set)
-            total, arrived = ops.now(total)
-            bytes_sent += _bytes_of(tensor)
-            encoded.append(moment)
-        mean = self._as(grad, mean, info, factor=self._op == Sum)
-        return self._counted(slot, info, "allreduce", bytes_sent, [started, encoded[0], arrived, decoded], mean)
-
-    def _allgather(self, slot: Slot, info: TensorInfo, grad: tf.Tensor) -> tf.Tensor:
-        """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
-        code = (Traced if slot.compressor.native else Hosted)(slot.compressor)
-        flat, started = _begun(_flat(grad), info)
-        payload, encoded = ops.now(code.encode(flat, slot.state, info))
-        gathered, arrived = ops.now(self._gather(payload, slot.label))
-        payloads = ops.Payloads(gathered, info.world, info.name)
-        flags = ops.flags(payloads, slot.compressor.name, info.numel)
-
-        def undo() -> tf.Tensor:
-            with tf.control_dependencies([code.undo(flat, slot.state, payload, info)]):
-                return tf.constant(True)
-
-        # With a value that is not finite, a worker that failed, or a damaged payload, this tensor's step is void: nothing was
-        # received, so nothing may leave the residual. In the last two cases decode then says what is wrong.
-        void = flags > 0
-        own = ops.flags([payload], slot.compressor.name, info.numel)
-        undone = tf.cond(void & (own < wire.FAILED), undo, lambda: tf.constant(True)) if slot.state else void
-        with tf.control_dependencies([undone]):
-            total, decoded = ops.now(code.decode(payloads, info, self._op == Average, flat))
-        times = [started, encoded, arrived, decoded]
-        return self._counted(slot, info, "allgather", _bytes_of(payload), times, self._as(grad, total, info), void)
-
-    def _sparse(self, slot: Slot, info: TensorInfo, grad: tf.IndexedSlices) -> tf.IndexedSlices:
-        """A sparse gradient: an allgather of its indices and one of its values."""
-        if slot.compressor.name != "none" and info.name not in self._warned:
-            self._warned.add(info.name)
-            warnings.warn(f"the gradient of {info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True "
+    def _warn_of_sparse(self, slot: Slot) -> None:
+        if slot.compressor.name != "none" and slot.info.name not in self._warned:
+            self._warned.add(slot.info.name)
+            warnings.warn(f"the gradient of {slot.info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True "
                           "to compress it as a dense one", stacklevel=2)
         if self._op not in (Average, Sum):
-            raise ValueError(f"the gradient of {info.name} is sparse, which op={self._op!r} can't reduce: pass "
+            raise ValueError(f"the gradient of {slot.info.name} is sparse, which op={self._op!r} can't reduce: pass "
                              "sparse_as_dense=True")
-        (values, started), (indices, _) = _begun(grad.values, info), _begun(grad.indices, info)
-        bytes_sent = _bytes_of(values) + _bytes_of(indices)
-        if grad.dtype == tf.bfloat16:  # which Horovod doesn't know; its bits it can send
-            values = tf.bitcast(self._gather(tf.bitcast(values, tf.uint16), f"{slot.label}_values"), tf.bfloat16)
-        else:
-            values = self._gather(values, f"{slot.label}_values")
-        indices = self._gather(indices, f"{slot.label}_indices")
-        values, arrived = ops.now(values)
-        if self._op == Average:
-            values = values / tf.cast(info.world, values.dtype)
-        values = self._counted(slot, info, "sparse", bytes_sent, [started, started, arrived, arrived], values)
-        return tf.IndexedSlices(values, indices, grad.dense_shape)
-
-    def _gather(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
-        return mpi_ops.allgather(tensor, name=f"HorovodAllgather_{label}", ignore_name_scope=True,
-                                 process_set=self._process_set)
-
-    def _as(self, grad: tf.Tensor, flat: tf.Tensor, info: TensorInfo, factor: bool = False) -> tf.Tensor:
-        """A flat fp32 result, times the number of workers if ``factor``, in the shape and type of ``grad``."""
-        if factor:
-            flat = flat * tf.cast(info.world, tf.float32)
-        return tf.cast(tf.reshape(flat, info.shape), grad.dtype)
-
-    def _counted(self, slot: Slot, info: TensorInfo, kind: str, bytes_sent: Any, times: list[tf.Tensor], result: tf.Tensor,
-                 void: Any = False) -> tf.Tensor:
-        """``result``, once the costs of its exchange are added to the slot's."""
-        world = tf.cast(info.world, tf.float64) if _ELASTIC else info.world
-        costs = {"dense_bytes": sent_bytes("allreduce", 4.0 * info.numel, world),
-                 "wire_bytes": sent_bytes(kind, bytes_sent, world), **dict(zip(TIMES, times)), "void_tensors": void}
-        added = slot.costs.assign_add(tf.stack([tf.cast(costs[what], tf.float64) for what in COSTS]))
-        with tf.control_dependencies([added]):
-            return tf.identity(result)
 
 
 def local_gradient(grad: Gradient | None, process_set: ProcessSet) -> Gradient | None:
     """A local variable's gradient, divided by the number of workers: then it has the weight it would have in an average."""
     if grad is None:
         return None
-    world = mpi_ops.size_op(process_set.process_set_id) if _ELASTIC else process_set.size()
+    world = mpi_ops.size_op(process_set.process_set_id) if network.ELASTIC else process_set.size()
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(grad.values / tf.cast(world, grad.dtype), grad.indices, grad.dense_shape)
     return grad / tf.cast(world, grad.dtype)
-
-
-class _HorovodStyle:
-    """A compressor in Horovod's sense that notes when it has worked on what."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        sent, context = self._inner.compress(tensor)
-        sent, self.encoded = ops.now(sent)
-        self.bytes_sent = _bytes_of(sent)
-        return sent, context
-
-    def decompress(self, tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        tensor, self.arrived = ops.now(tensor)
-        return self._inner.decompress(tensor, context)
-
-
-_ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
-
-
-def _begun(tensor: tf.Tensor, info: TensorInfo) -> tuple[tf.Tensor, tf.Tensor]:
-    """A tensor that waits for its slot's exchange before, and when it was there."""
-    with tf.control_dependencies([info.step]):
-        return ops.now(tensor)
-
-
-def _flat(grad: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tf.cast(grad, tf.float32), [-1])
-
-
-def _bytes_of(tensor: tf.Tensor) -> float | tf.Tensor:
-    """A tensor's bytes, as float64 where they are known only when the graph runs."""
-    numel, size = tensor.shape.num_elements(), tensor.dtype.size
-    return float(size * numel) if numel is not None else tf.cast(size * tf.size(tensor, tf.int64), tf.float64)
-
-
-def _tensor(grad: Gradient) -> tf.Tensor:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -17,15 +18,18 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange.checkpoint import restored, saved
-from hvd_quant.exchange.stats import Stats
-from hvd_quant.registry import resolve, selector, unmatched
+from hvd_quant.exchange.stats import Bucket, Stats
+from hvd_quant.registry import get_compressor, resolve, selector, unmatched
+from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.variables import path_of, plain
 
+_NONE = get_compressor("none")
 _REAL = (tf.float32, tf.float16, tf.bfloat16, tf.float64)
 COLLECTION = "hvd_quant"
 """Of a TensorFlow 1 graph: the variables that are each worker's own."""
-TIMES = ("started", "encoded", "arrived", "decoded")  # when each stage of an exchange had its result
-COSTS = ("dense_bytes", "wire_bytes", *TIMES, "void_tensors")
+OWNER = "owner."
+"""Starts the names of the state that a worker keeps as the owner of a range."""
+COSTS = ("dense_bytes", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds", "void_tensors")
 
 
 class Slot(tf.Module):
@@ -33,15 +37,20 @@ class Slot(tf.Module):
 
     Attributes:
         label: what the names of its collectives have in common, the same on all workers.
-        compressor: its compressor.
+        index: its place among the variables that it was made with.
+        compressor: what the user chose for it.
+        travels: as what it travels: ``compressor`` with one exchange, or fp16 or none where that is faster; known once a graph
+            has been made.
         info: what is known of it.
-        state: name -> fp32 variable.
+        workers: who reduces it with whom.
+        pieces: the entries that each worker of a host exchanges: all of them, or with hierarchical exchange a range.
+        state: name -> fp32 variable; names that start with ``OWNER`` are of the range that this worker reduces for all.
         step: int64 variable, exchanges so far.
-        costs: float64 variable, totals of what ``COSTS`` names, times being sums of moments; not part of a checkpoint.
         sparse: whether its gradient was an uncompressed ``tf.IndexedSlices`` when last a graph was made.
     """
 
-    def __init__(self, label: str, name: str, variable: Any, compressor: Compressor, world: int) -> None:
+    def __init__(self, label: str, index: int, name: str, variable: Any, compressor: Compressor,
+                 workers: network.Workers) -> None:
         super().__init__()
         dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
         if dtype not in _REAL and compressor.name != "none":
@@ -50,21 +59,71 @@ class Slot(tf.Module):
         if not shape.is_fully_defined():
             raise ValueError(f"variable {name} has shape {shape}; its gradient can be reduced when the shape is known: "
                              "make it with one")
-        self.label, self.compressor, self.info = label, compressor, TensorInfo.whole(name, shape)
-        # An elastic job that starts with one worker may get more, and after the warm-up state is needed.
-        compressed = self.kinds(max(2, world))[1] != "dense"
-        shapes = compressor.state_shapes(self.info) if compressed else {}
-        self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in shapes.items()}
+        info, (place, places) = TensorInfo.whole(name, shape), workers.local
+        pieces = exchange.ranges(info.numel, compressor.range_multiple, places, index)
+        untracked(self, label=label, index=index, compressor=compressor, travels=compressor, info=info, workers=workers,
+                  pieces=pieces, sparse=False)
+        self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in self._shapes(place).items()}
         self.step = _variable(np.int64(0), f"{label}/step")
-        self.sparse = False
-        untracked(self, costs=_variable(np.zeros(len(COSTS)), f"{label}/costs"))
 
-    def kinds(self, world: int) -> tuple[str, str]:
-        """How it travels among ``world`` workers: during its compressor's warm-up, and after it."""
-        during, after = (exchange.choose(self.compressor, dataclasses.replace(self.info, step=step, world=world),
-                                         mpi_ops.mpi_enabled()) for step in (0, self.compressor.warmup))
+    def _shapes(self, place: int) -> dict[str, tuple[int, ...]]:
+        compressor, workers, (first, last) = self.compressor, self.workers, self.pieces[place]
+        if workers.across is None or not exchange.compressible(compressor, self.typical):
+            return {}
+        shapes = compressor.state_shapes(self.info.part(first, last))
+        scattered = compressor.exchange == "sra" or compressor.exchange == "auto" and not compressor.linear and workers.world > 2
+        if scattered and workers.world > 1 and not network.ELASTIC:
+            a, b = self.owned
+            owned = compressor.state_shapes(self.info.part(a, b), role="owner")
+            shapes = {**shapes, **{OWNER + key: shape for key, shape in owned.items()}}
+        return shapes
+
+    @property
+    def worker_state(self) -> dict[str, tf.Variable]:
+        return {key: value for key, value in self.state.items() if not key.startswith(OWNER)}
+
+    @property
+    def owner_state(self) -> dict[str, tf.Variable]:
+        return {key.removeprefix(OWNER): value for key, value in self.state.items() if key.startswith(OWNER)}
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The range that this worker reduces for all in a scatter-reduce-allgather."""
+        first, last = self.pieces[self.workers.local[0]]
+        a, b = exchange.ranges(last - first, self.compressor.range_multiple, self.workers.world, self.index)[self.workers.rank]
+        return first + a, first + b
+
+    @property
+    def typical(self) -> TensorInfo:
+        """The largest piece, after the warm-up: all workers have to choose alike. An elastic job that starts with one worker may
+        get more."""
+        world = max(2, self.workers.world) if self.workers.across is not None else 1
+        info = dataclasses.replace(self.info, step=self.compressor.warmup, world=world)
+        return info.part(*max(self.pieces, key=lambda piece: piece[1] - piece[0]))
+
+    def kinds(self) -> tuple[str, str]:
+        """How it travels among several workers: during its compressor's warm-up, and after it."""
+        during, after = (exchange.choose(self.travels, dataclasses.replace(self.typical, step=step), mpi_ops.mpi_enabled())
+                         for step in (0, self.travels.warmup))
+        if after == "sra" and network.ELASTIC:
+            after = "allgather"
         # A code in array operations runs on the host, where a payload is made and read in one call each.
-        return during, "allgather" if after == "allreduce" and not self.compressor.native else after
+        return during, "allgather" if after == "allreduce" and not self.travels.native else after
+
+
+@dataclasses.dataclass
+class Account:
+    """What the exchanges of gradients cost that travel together.
+
+    Attributes:
+        label: what the names of their collectives have in common.
+        slots: whose they are.
+        costs: float64 variable, totals of what ``COSTS`` names; not part of a checkpoint.
+    """
+
+    label: str
+    slots: list[Slot]
+    costs: tf.Variable
 
 
 class State(tf.Module):
@@ -93,15 +152,18 @@ class State(tf.Module):
         for pattern in unmatched(compression, names):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no variable; the names are "
                           f"{', '.join(names[:5])}, ...", stacklevel=5)
-        world = process_set.size() if process_set.included() else 1
         label = _numbered(re.sub(r"\W", "_", name))
+        chosen = [select(name) for name in names]
+        workers = {False: network.Workers(process_set, process_set)}
+        if any(compressor.hierarchical for compressor in chosen):
+            workers[True] = network.workers_by_host(process_set)
 
         def slot(place: int, name: str, variable: Any) -> Slot:
-            compressor, leaf = select(name), re.sub(r"\W", "_", name.rpartition("/")[2])
+            compressor, leaf = chosen[place], re.sub(r"\W", "_", name.rpartition("/")[2])
             kept = vars(plain(variable)).setdefault("_hvd_quant_slots", {}) if shared else {}
             key = (compressor, process_set.process_set_id)
             if key not in kept:
-                kept[key] = Slot(f"{label}_{place}_{leaf}", name, variable, compressor, world)
+                kept[key] = Slot(f"{label}_{place}_{leaf}", place, name, variable, compressor, workers[compressor.hierarchical])
             return kept[key]
 
         slots = [slot(i, name, v) for i, (name, v) in enumerate(zip(names, variables))]
@@ -110,7 +172,7 @@ class State(tf.Module):
         untracked(self, slots=dict(zip(names, slots)), process_set=process_set, _variables=variables,
                   horovod_style=compression if in_horovods_style else None,
                   _places={id(key): i for i, v in enumerate(variables) for key in (v, plain(v))},
-                  reducers={})  # of tapes, by their settings
+                  accounts={}, reducers={})  # of gradients that travel together, by their slots; of tapes, by their settings
 
     def place(self, variable: Any) -> int:
         """Where a variable is among those that this was made for.
@@ -128,24 +190,49 @@ class State(tf.Module):
         """What is kept for a variable; raises as :meth:`place`."""
         return self.by_place[self.place(variable)]
 
+    def decide(self, slots: list[Slot]) -> None:
+        """Decide as what slots of one compressor travel together; all workers get here together the first time."""
+        compressor = slots[0].compressor
+        infos = [slot.typical for slot in slots if exchange.compressible(compressor, slot.typical)]
+        if not infos or infos[0].world == 1 or compressor.name == "none":
+            return
+        everyone = dict.fromkeys(slot.compressor for slot in self.by_place)
+        chosen = network.travels(compressor, infos, network.costs(slots[0].workers, everyone))
+        for slot in slots:
+            object.__setattr__(slot, "travels", _NONE if chosen.name == "none" else chosen)
+
+    def account(self, slots: list[Slot], label: str) -> Account:
+        """The account of gradients that travel together."""
+        key = tuple(map(id, slots))
+        if key not in self.accounts:
+            self.accounts[key] = Account(label, slots, _variable(np.zeros(len(COSTS)), f"{label}/costs"))
+        return self.accounts[key]
+
     def stats(self) -> dict[str, Any]:
         """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`. Seconds are summed over
-        tensors, whose exchanges overlap."""
+        buckets, whose exchanges overlap."""
         stats = Stats(steps=max((int(slot.step) for slot in self.slots.values()), default=0))
-        world = max(2, self.process_set.size()) if self.process_set.included() else 2
-        for name, slot in self.slots.items():
-            costs = dict(zip(COSTS, slot.costs.numpy().tolist()))
-            for what in ("dense_bytes", "wire_bytes", "void_tensors"):
-                setattr(stats, what, getattr(stats, what) + costs[what])
-            stats.encode_seconds += costs["encoded"] - costs["started"]
-            stats.wait_seconds += costs["arrived"] - costs["encoded"]
-            stats.decode_seconds += costs["decoded"] - costs["arrived"]
-            during, after = slot.kinds(world)
-            if slot.step > 0:
-                warming_up = slot.step <= slot.compressor.warmup
-                stats.exchanges[name] = "sparse" if slot.sparse else during if warming_up else after
+        names = {slot: name for name, slot in self.slots.items()}
+        kinds = {slot: self._now(slot) for slot in names}
+        stats.exchanges = {name: kinds[slot] for slot, name in names.items() if slot.step > 0}
+        for account in self.accounts.values():
+            costs = dict(zip(COSTS, account.costs.numpy().tolist()))
+            first = account.slots[0]
+            spec = "none" if kinds[first] in ("dense", "sparse") else first.travels.spec
+            label = account.label if account.label not in stats.buckets else f"{account.label}_{len(stats.buckets)}"
+            bucket = stats.buckets[label] = Bucket(kinds[first], spec, [names[slot] for slot in account.slots])
+            for what in COSTS:
+                for total in (stats, bucket):
+                    if hasattr(total, what):
+                        setattr(total, what, getattr(total, what) + costs[what])
         stats.void_tensors = round(stats.void_tensors)
         return stats.as_dict()
+
+    @staticmethod
+    def _now(slot: Slot) -> str:
+        """How it travelled last."""
+        during, after = slot.kinds()
+        return "sparse" if slot.sparse else during if slot.step <= slot.travels.warmup else after
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals (NumPy arrays) and step counts by variable name, and whose they are."""
@@ -173,21 +260,21 @@ class State(tf.Module):
         return {"rank": self.process_set.rank(), "world": self.process_set.size()}
 
 
-class Owner(tf.Module):
-    """Puts into a checkpoint whose the state is, and lets it be restored by that worker alone."""
+class Owner(tf.train.experimental.PythonState):
+    """Puts into a checkpoint whose the state is, and lets it be restored by that worker alone. (TensorFlow restores this before
+    any variable, whose shapes may differ between workers.)"""
 
     def __init__(self, whose: Callable[[], dict[str, int | None]]) -> None:
-        super().__init__()
-        untracked(self, _whose=lambda: [-1 if value is None else value for value in whose().values()])
+        self._whose = whose
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {"rank_and_world": tf.constant(self._whose(), tf.int64)}
+    def serialize(self) -> str:
+        return json.dumps(self._whose())
 
-    def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
-        if tf.executing_eagerly() and restored["rank_and_world"].numpy().tolist() != self._whose():
-            (rank, world), (own_rank, own_world) = restored["rank_and_world"].numpy().tolist(), self._whose()
-            raise ValueError(f"the compression state is of worker {rank} of {world}; this is worker {own_rank} of {own_world}: "
-                             "each worker has to save and restore its own, in a checkpoint of its own name")
+    def deserialize(self, string_value: str | bytes) -> None:
+        found, own = json.loads(string_value), self._whose()
+        if found != own:
+            raise ValueError(f"the compression state is of worker {found['rank']} of {found['world']}; this is worker {own['rank']} "
+                             f"of {own['world']}: each worker has to save and restore its own, in a checkpoint of its own name")
 
 
 def state_of(compression: Any, variables: list[Any], process_set: ProcessSet) -> State:

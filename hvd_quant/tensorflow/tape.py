@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
+from hvd_quant.exchange import buckets
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor
-from hvd_quant.tensorflow.arguments import checked_groups, weights_of
+from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, weights_of
 from hvd_quant.tensorflow.reducer import Reducer, local_gradient
 from hvd_quant.tensorflow.state import state_of
 from hvd_quant.tensorflow.variables import plain
@@ -28,7 +29,8 @@ def DistributedGradientTape(
         num_groups: int = 0,
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True) -> tf.GradientTape:
+        scale_local_gradients: bool = True,
+        bucket_bytes: int = buckets.BUCKET_BYTES) -> tf.GradientTape:
     """Wrap a tape so that ``gradient()`` returns gradients reduced over the workers, exchanged compressed.
 
     The signature is that of ``horovod.tensorflow.DistributedGradientTape``. A tape lives for one step, so what is kept between
@@ -51,9 +53,10 @@ def DistributedGradientTape(
             about.
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
-        num_groups, groups: variables whose exchanges start together, when the last of them has its gradient.
+        num_groups, groups: variables that travel together, when the last of them has its gradient.
         process_set: the workers to reduce over.
         scale_local_gradients: divide the gradients of local variables by the number of workers.
+        bucket_bytes: bytes of dense gradients that travel together; they start once all of them are there.
 
     Raises:
         ValueError, TypeError: for a combination that can't work, as Horovod does and as :class:`Reducer` does.
@@ -65,7 +68,8 @@ def DistributedGradientTape(
     tape._hvd_devices = (device_dense, device_sparse)
     tape._hvd_compression, tape._hvd_process_set = compression, process_set
     tape._hvd_settings = {"op": op, "predivide": gradient_predivide_factor, "groups": groups,
-                          "sparse_as_dense": sparse_as_dense, "process_set": process_set}
+                          "sparse_as_dense": sparse_as_dense, "process_set": process_set,
+                          "bucket_bytes": checked_bucket_bytes(bucket_bytes)}
     tape._hvd_scale_local, tape._hvd_local, tape._hvd_reducer = scale_local_gradients, set(), None
     return tape
 
@@ -83,7 +87,8 @@ def PartialDistributedGradientTape(
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         local_layers: Any = None,
-        scale_local_gradients: bool = True) -> tf.GradientTape:
+        scale_local_gradients: bool = True,
+        bucket_bytes: int = buckets.BUCKET_BYTES) -> tf.GradientTape:
     """A distributed tape that leaves the gradients of some layers as they are on each worker.
 
     Arguments:
@@ -94,7 +99,7 @@ def PartialDistributedGradientTape(
         ValueError: if one of ``local_layers`` is no Keras layer, and as :func:`DistributedGradientTape`.
     """
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients)
+                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, bucket_bytes)
     for variable in weights_of(local_layers):
         tape.register_local_source(variable)
     return tape

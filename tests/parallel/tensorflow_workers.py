@@ -10,7 +10,7 @@ import hvd_quant.tensorflow as hvd
 from hvd_quant import TensorInfo, exchange
 
 RANK, WORLD = hvd.rank(), hvd.size()
-TOPK = "topk:ratio=0.1,min_numel=0"
+TOPK = "topk:ratio=0.1,min_numel=0,exchange=allgather"
 
 
 def every(codecs):
@@ -80,17 +80,53 @@ class Simulation:
         self.compressor, self.ops, self.array, self.numpy, self.world = compressor, ops, array, numpy, world
         self.infos = {name: TensorInfo.whole(name, shape, world=world) for name, shape in shapes.items()}
         self.kinds = {name: exchange.choose(compressor, info) for name, info in self.infos.items()}
-        self.states = [{name: {key: array(np.zeros(shape, np.float32)) for key, shape in compressor.state_shapes(info).items()}
-                        for name, info in self.infos.items()} for _ in range(world)]
+        self.cuts = {name: exchange.ranges(info.numel, compressor.range_multiple, world, i)
+                     for i, (name, info) in enumerate(self.infos.items())}
+        self.states = [{name: self._zeros(name, rank) for name in shapes} for rank in range(world)]
+
+    def _zeros(self, name, rank):
+        info = self.infos[name]
+        shapes = self.compressor.state_shapes(info)
+        if self.kinds[name] == "sra":
+            owned = self.compressor.state_shapes(info.part(*self.cuts[name][rank]), role="owner")
+            shapes = {**shapes, **{f"owner.{key}": shape for key, shape in owned.items()}}
+        return {key: self.array(np.zeros(shape, np.float32)) for key, shape in shapes.items()}
 
     def reduce(self, name, gradients, step):
         """The mean gradient of a tensor, from each worker's."""
-        info, flats = self.infos[name], [self.array(g.ravel()) for g in gradients]
-        if self.kinds[name] != "allgather":
+        info = self.infos[name]
+        if self.kinds[name] not in ("allgather", "sra"):
             return np.mean([g.ravel() for g in gradients], axis=0).reshape(info.shape)
-        payloads = []
-        for rank, flat in enumerate(flats):
-            at = dataclasses.replace(info, step=step, rank=rank)
-            params = self.compressor.measure(self.ops, flat, self.states[rank][name], at)
-            payloads.append(self.compressor.encode(self.ops, flat, self.states[rank][name], params, at))
-        return self.numpy(self.compressor.decode_mean(self.ops, payloads, info)).reshape(info.shape)
+        scatter = self.kinds[name] == "sra"
+        cuts = [cut for cut in self.cuts[name] if cut[0] < cut[1]] if scatter else [info.range]
+        payloads = [self._encode(name, g, step, rank, cuts) for rank, g in enumerate(gradients)]
+        mean = np.empty(info.numel, np.float32)
+        for i, (a, b) in enumerate(cuts):
+            at = dataclasses.replace(info.part(a, b), step=step)
+            part = self.compressor.decode_mean(self.ops, [row[i] for row in payloads], at)
+            if scatter:
+                rank = self.cuts[name].index((a, b))
+                kept = {key.removeprefix("owner."): v for key, v in self.states[rank][name].items() if key.startswith("owner.")}
+                params = self.compressor.measure(self.ops, part, kept, at)
+                payload = self.compressor.encode(self.ops, part, kept, params, dataclasses.replace(at, rank=rank))
+                part = self.compressor.decode_sum(self.ops, [payload], at)
+            mean[a:b] = self.numpy(part)
+        return mean.reshape(info.shape)
+
+    def _encode(self, name, gradient, step, rank, cuts):
+        flat, kept = self.array(gradient.ravel()), self.states[rank][name]
+        state = {key: value for key, value in kept.items() if not key.startswith("owner.")}
+        at = dataclasses.replace(self.infos[name], step=step, rank=rank)
+        params = self.compressor.measure(self.ops, flat, state, at)
+        return [self.compressor.encode(self.ops, flat[a:b], {key: v[a:b] for key, v in state.items()}, params, at.part(a, b))
+                for a, b in cuts]
+
+
+def routes(codecs):
+    """Each compressor by each of its exchanges."""
+    found = {}
+    for compressor in codecs.values():
+        for way in ("auto",) if compressor.linear else ("allgather", "sra"):
+            one = dataclasses.replace(compressor, exchange=way)
+            found[one.spec] = one
+    return found

@@ -94,6 +94,7 @@ def test_sparse_gradients(op, in_graph):
         loss = tf.reduce_sum(tf.gather(half, [0, RANK]))
     (grad,) = hvd.DistributedGradientTape(tape, op=op).gradient(loss, [half])
     assert grad.dtype == tf.bfloat16 and tf.convert_to_tensor(grad)[0, 0] == (WORLD + 1) / (WORLD if op == hvd.Average else 1)
+    onebit = "onebit:block_size=64,min_numel=0,exchange=allgather"
     table = tf.Variable(tf.zeros([6, 320]), name="table")
     rows = {0: [0, 0, 2], 1: [2, 5]}.get(RANK, [1])
 
@@ -113,8 +114,8 @@ def test_sparse_gradients(op, in_graph):
     assert isinstance(grad, tf.IndexedSlices)
     np.testing.assert_allclose(tf.convert_to_tensor(grad), expected, rtol=1e-6)
     with pytest.warns(UserWarning, match="the gradient of table is sparse and is exchanged uncompressed"):
-        np.testing.assert_allclose(tf.convert_to_tensor(run(compression="onebit:block_size=64,min_numel=0")), expected, rtol=1e-6)
-    dense = run(compression="onebit:block_size=64,min_numel=0", sparse_as_dense=True)
+        np.testing.assert_allclose(tf.convert_to_tensor(run(compression=onebit)), expected, rtol=1e-6)
+    dense = run(compression=onebit, sparse_as_dense=True)
     np.testing.assert_allclose(dense, expected, rtol=1e-6)
     states = vars(table)["_hvd_quant_states"].values()
     kinds = [list(state.stats()["exchanges"]) for state in states]
@@ -123,7 +124,7 @@ def test_sparse_gradients(op, in_graph):
 
 def test_warm_up_is_dense_and_then_compressed():
     network = Network()
-    state = hvd.Compression.topk(ratio=0.1, min_numel=0, warmup=3).bind(network.variables)
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0, warmup=3, exchange="allgather").bind(network.variables)
     train(network, range(3), compression=state)
     assert list(state.stats()["exchanges"]) == ["dense"]
     assert all(not np.any(s["state"]["residual"]) for s in state.state_dict()["tensors"].values())
@@ -134,7 +135,7 @@ def test_warm_up_is_dense_and_then_compressed():
 
 def test_what_the_exchanges_cost():
     network = Network()
-    state = hvd.Compression.topk(ratio=0.1, min_numel=0).bind(network.variables)
+    state = hvd.Compression.topk(ratio=0.1, min_numel=0, exchange="allgather").bind(network.variables)
     train(network, range(10), compression=state)
     stats = state.stats()
     entries = sum(v.shape.num_elements() for v in network.variables)
@@ -397,12 +398,13 @@ def test_a_process_set():
         hvd.remove_process_set(half)
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", TOPK, "onebit:min_numel=0,warmup=2"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16:exchange=allgather", TOPK,
+                                         "onebit:min_numel=0,warmup=2,exchange=allgather"])
 def test_a_number_of_workers_that_is_known_when_a_step_runs(compression, monkeypatch):
     """As in elastic jobs, whose graphs outlive a change of it."""
     fixed, elastic = Network(), Network()
     train(fixed, range(4), compression=compression)
-    monkeypatch.setattr("hvd_quant.tensorflow.reducer._ELASTIC", True)
+    monkeypatch.setattr("hvd_quant.tensorflow.network.ELASTIC", True)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     train(elastic, range(4), compression=compression)
     np.testing.assert_array_equal(fixed.flat(), elastic.flat())

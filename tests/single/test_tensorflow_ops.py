@@ -16,6 +16,7 @@ ops = pytest.importorskip("hvd_quant.ops.tensorflow", exc_type=ImportError)
 
 from hvd_quant import wire  # noqa: E402
 from hvd_quant.ops import generic  # noqa: E402
+from hvd_quant.ops.layout import slots_for  # noqa: E402
 from tests.single.codes import (CASTS, CODECS, FUZZED, INPUTS, SIZES, Codec, assert_same_payload,  # noqa: E402
                                 assert_same_residual, bits, mutations, normal, zeros)
 
@@ -147,6 +148,152 @@ def test_linear_codes():
     np.testing.assert_array_equal(ops.widen(half), half.numpy().astype(np.float32))
 
 
+# -------------------------------------------------------------------------------------------------------------- ranges
+
+CUTS = [(16_384, 20_000), (2048, 2048), (0, 2048), (2048, 16_384)]  # of 20,000 entries, in the order of their owners; one is empty
+
+
+@each_codec
+def test_ranges_are_encoded_as_each_by_itself(codec):
+    numel, residual = 20_000, None if codec in CASTS else variable(normal(20_000, 1, 0.3))
+    grad, expected = normal(numel), None if residual is None else residual.numpy()
+    cuts, thresholds = CUTS, None
+    if codec.name in ("adaptive", "topk"):
+        thresholds = getattr(ops, f"{codec.name}_measure")(grad, residual, codec.ratio, 3)
+
+    def encode(backend, part, kept, tau):
+        if codec.name not in ("adaptive", "topk"):
+            return codec.encode(backend, part, kept)
+        size = part.stop - part.start if isinstance(part, ops.Part) else len(part)
+        more = (codec.values,) if codec.name == "topk" else ()
+        return getattr(backend, f"{codec.name}_encode")(part, kept, tau, slots_for(codec.ratio, size), *more, 3)
+
+    class Sized(ops.Part):  # for Codec, which goes by the length of what it gets
+        shape = property(lambda self: (self.stop - self.start,))
+
+    def parts(whole):
+        return [Sized(whole, *cut) for cut in cuts]
+
+    asked = [encode(ops, part, residual, thresholds) for part in parts(tf.constant(grad))]
+    encoded = ops.encode_parts(asked)
+    payloads, at = [], 0
+    for (first, last), size in zip(cuts, encoded.sizes.numpy()):
+        if first == last:
+            assert size == 0
+            continue
+        payloads.append(encoded.payload[at:at + size].numpy())
+        at += size
+        kept = None if expected is None else expected[first:last]
+        tau = None if thresholds is None else thresholds.numpy()
+        assert_same_payload(codec, last - first, payloads[-1], encode(generic, grad[first:last], kept, tau))
+    assert at == encoded.payload.shape[0]
+    if residual is not None:
+        assert_same_residual(codec, numel, residual, expected)
+
+    # What each range's payload decodes to, and nothing of it once the encode is taken back.
+    sizes = encoded.sizes.numpy()
+    table = ops.locate(encoded.payload, len(cuts), 1, sizes)
+    received = ops.Payloads(encoded.payload, len(cuts), "w", table)
+    asked = [codec.decode_sum(ops, part, part.stop - part.start) for part in parts(received)]
+    total = ops.decode_parts(asked, numel)
+    rest = iter(payloads)
+    for first, last in cuts:
+        if first < last:
+            np.testing.assert_array_equal(bits(total[first:last]), bits(codec.decode_sum(generic, [next(rest)], last - first)))
+    assert ops.flags(received, codec.name, numel, [x for cut in cuts for x in cut]) == 0
+    if residual is not None:
+        before = residual.numpy()
+        undo = [ops.restore(residual, codec.decode_sum(ops, [part], part.stop - part.start), grad_part)
+                for part, grad_part in zip(parts(encoded.payload), parts(tf.constant(grad)))]
+        ops.undo_parts(undo, tf.constant(0), encoded.payload)
+        np.testing.assert_array_equal(residual, before)
+        ops.undo_parts(undo, tf.constant(4), encoded.payload[:-8])  # it tells no more what was encoded
+        np.testing.assert_array_equal(residual, before)
+        ops.undo_parts(undo, tf.constant(1), encoded.payload)
+        generic.restore(before, total.numpy(), grad)
+        np.testing.assert_array_equal(bits(residual), bits(before))
+
+
+def test_a_range_that_is_not_finite_makes_the_whole_nan():
+    grad = normal(1000)
+    grad[700] = np.nan
+    cuts = [(0, 512), (512, 1000)]
+    encoded = ops.encode_parts([ops.onebit_encode(ops.Part(tf.constant(grad), *cut), None, 64) for cut in cuts])
+    received = ops.Payloads(encoded.payload, 2, "w", ops.locate(encoded.payload, 2))
+    total = ops.decode_parts([ops.onebit_decode_sum(ops.Part(received, *cut), cut[1] - cut[0], 64) for cut in cuts], 1000)
+    assert np.isnan(total).all()
+    assert ops.flags(received, "onebit", 1000, [0, 512, 512, 1000]) == wire.NONFINITE
+
+
+def test_ranges_of_different_codes_are_refused():
+    grad = tf.zeros([1000])
+    for other in (ops.onebit_encode(ops.Part(grad, 512, 1000), None, 128), grad):
+        with pytest.raises(TypeError, match="has to encode and decode each range of a tensor with the same code of ops"):
+            ops.encode_parts([ops.onebit_encode(ops.Part(grad, 0, 512), None, 64), other])
+
+
+def test_an_owner_passes_on_what_is_wrong():
+    good, failed = ops.onebit_encode(normal(300), None, 64).numpy(), wire.failure("onebit", 300, 5, "no memory, \N{SNOWMAN}")
+    flipped = good.copy()
+    flipped[40] ^= 1
+
+    def reduced(*parts):
+        data = tf.constant(np.concatenate(parts))
+        asked = ops.onebit_decode_sum(ops.Part(ops.Payloads(data, len(parts), "w", ops.locate(data, len(parts))), 0, 300), 300, 64)
+        return ops.decode_as_owner(asked * 0.5, 300, 7)
+
+    decoded = reduced(good, good)
+    assert decoded.failure.shape == [0]
+    np.testing.assert_array_equal(decoded.sum, ops.onebit_decode_sum([good, good], 300, 64, scale=0.5))
+    np.testing.assert_array_equal(ops.instead(good, decoded.failure), good)
+    decoded = reduced(good, failed)
+    assert not decoded.sum.numpy().any()
+    np.testing.assert_array_equal(ops.instead(good, decoded.failure), failed)
+    for bad, reason in (((flipped, good), "payload has checksum"), ((good, failed[:-8]), "payload"),
+                        ((good[:-8], good[:21]), "2 payloads came as .* bytes whose headers tell other lengths")):
+        payload = reduced(*bad).failure.numpy()
+        with pytest.raises(wire.PayloadError, match=f"worker 7 failed to encode its gradient: {reason}"):
+            wire.check(payload, "onebit", 300, 0)
+
+
+def test_where_payloads_are():
+    small, large = (ops.onebit_encode(normal(n), None, 64).numpy() for n in (10, 300))
+    a, b = len(small), len(large)
+    data = np.concatenate([small, large, small, large])
+    expected = [[[0, a], [a, b]], [[a + b, a], [2 * a + b, b]]]
+    for sizes in ([a, b], [a, b, a, b], [1, 2], []):  # as expected, or as headers tell
+        np.testing.assert_array_equal(ops.locate(data, 2, 2, sizes), expected)
+    np.testing.assert_array_equal(ops.locate(np.concatenate([small, large]), 2, 2, [0, a, b, 0]), [[[0, 0], [0, a]], [[a, b], [a + b, 0]]])
+    np.testing.assert_array_equal(ops.locate(data[:-8], 2, 2, [a, b]), np.full((2, 2, 2), -1))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sizes has 3 entries, expected one for each of 2 columns or 4 payloads"):
+        ops.locate(data, 2, 2, [a, b, a])
+
+
+def test_payloads_owner_by_owner():
+    one, two = np.arange(6, dtype=np.uint8), np.arange(10, 14, dtype=np.uint8)
+    sent, splits = ops.by_owner([one, two], [np.array([2, 0, 4]), np.array([1, 3, 0])])
+    np.testing.assert_array_equal(sent, [0, 1, 10, 11, 12, 13, 2, 3, 4, 5])
+    np.testing.assert_array_equal(splits, [3, 3, 4])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="sizes add up to 3 bytes for 2 owners, there are 6"):
+        ops.by_owner([one], [np.array([1, 2])])
+
+
+def test_what_was_kept_is_given_back_once():
+    grad, residual = normal(100), variable(normal(20, 1))
+    expected = grad.copy()
+    expected[30:50] += np.float32(3) * residual.numpy()
+    bad = grad.copy()
+    bad[7] = np.inf
+    before = residual.numpy()
+    np.testing.assert_array_equal(ops.give_back(bad, residual, 30, 3.0), bad)
+    np.testing.assert_array_equal(residual, before)
+    np.testing.assert_array_equal(ops.give_back(grad, residual, 30, 3.0), expected)
+    assert not residual.numpy().any()
+    np.testing.assert_array_equal(ops.give_back(grad, residual, 30, 3.0), grad)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="residual goes from 90 to 110 of 100"):
+        ops.give_back(grad, residual, 90)
+
+
 # ------------------------------------------------------------------------------------------------- variables and graphs
 
 @with_residual
@@ -238,7 +385,7 @@ def test_only_what_shares_a_residual_waits_for_each_other():
 
     graph = step.get_concrete_function(tf.TensorSpec([100], tf.float32)).graph
     ours = [op for op in graph.get_operations() if op.type.startswith("HvdQuant")]
-    assert len(ours) == 6 and not any(op.control_inputs for op in ours)
+    assert len(ours) == 8 and not any(op.control_inputs for op in ours)
 
 
 def test_many_encodes_at_once():
