@@ -10,8 +10,8 @@ class Grid(NamedTuple):
     """The workers by host and by their number on it.
 
     Attributes:
-        hosts: the ranks on each host, by local rank.
-        columns: for each local rank, the ranks of that local rank on all hosts.
+        hosts: the ranks on each host, ascending, as Horovod's process sets have them.
+        columns: of each host the first rank, of each the second, and so on.
     """
 
     hosts: list[list[int]]
@@ -27,10 +27,10 @@ def grid(places: Sequence[tuple[int, int]]) -> Grid:
     Raises:
         ValueError: if hosts have different numbers of workers.
     """
-    hosts: dict[int, dict[int, int]] = {}
-    for rank, (host, local) in enumerate(places):
-        hosts.setdefault(host, {})[local] = rank
-    rows = [[row[local] for local in sorted(row)] for row in hosts.values()]
+    hosts: dict[int, list[int]] = {}
+    for rank, (host, _) in enumerate(places):
+        hosts.setdefault(host, []).append(rank)
+    rows = list(hosts.values())
     if len({len(row) for row in rows}) > 1:
         raise ValueError("hierarchical=True needs the same number of workers on each host; the hosts have "
                          f"{', '.join(str(len(row)) for row in rows)}")

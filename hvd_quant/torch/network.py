@@ -33,6 +33,8 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
         raise ValueError("hierarchical=True can't be used in an elastic job, whose hosts come and go")
     rank = mpi_ops.rank()
     grid = hosts.grid(_places())
+    if len(grid.hosts) == 1:
+        return Workers(process_set, _Alone(), process_set)
     own = {}
     for kind, rows in zip(("host", "across"), grid):
         for row in rows:
@@ -40,6 +42,18 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
             if rank in row:
                 own[kind] = joined
     return Workers(process_set, own["across"], own["host"])
+
+
+class _Alone:
+    """In the place of a process set: this worker, where there is no other host to exchange with."""
+
+    ranks: list[int] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 def _places() -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ LAUNCHES = {
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
+    "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_e*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[cl]*", {"TF_USE_LEGACY_KERAS": "1"}),
 }

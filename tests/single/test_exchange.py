@@ -43,7 +43,7 @@ def test_buckets():
 
 def test_hosts():
     grid = hosts.grid([(7, 0), (7, 1), (3, 1), (3, 0)])
-    assert grid.hosts == [[0, 1], [3, 2]] and grid.columns == [[0, 3], [1, 2]]
+    assert grid.hosts == [[0, 1], [2, 3]] and grid.columns == [[0, 2], [1, 3]]
     assert hosts.grid([(0, 0), (1, 0)]) == ([[0], [1]], [[0, 1]])
     with pytest.raises(ValueError, match="the same number of workers on each host; the hosts have 2, 1"):
         hosts.grid([(0, 0), (0, 1), (1, 0)])
