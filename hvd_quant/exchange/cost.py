@@ -77,7 +77,8 @@ class Costs:
         payload = sum(compressor.payload_bytes(info) for info in infos)
         calls = len(infos) * rates.call
         if compressor.exchange == "allreduce":
-            collective = "allreduce_fp16" if compressor.name == "fp16" else "allreduce"
+            in_fp16 = compressor.name == "fp16" and "allreduce_fp16" in self.collectives
+            collective = "allreduce_fp16" if in_fp16 else "allreduce"
             return calls + entries * (rates.encode + rates.decode_one) + self.collective(collective, payload)
         if compressor.exchange == "allgather":
             return calls + entries * (rates.encode + rates.decode_all) + self.collective("allgather", payload)

@@ -126,7 +126,7 @@ def costs(workers: Workers, compressors: Iterable[Compressor]) -> cost.Costs | N
                 _log.warning("only_if_faster has no effect %s, since nothing is measured: gradients are compressed", where)
             return None
         to_choose = sorted(to_choose, key=cost.key_of)
-        key = (workers.across.process_set_id, *workers.across.ranks, *dict.fromkeys(map(cost.key_of, to_choose)))
+        key = (workers.across.process_set_id, *workers.across.ranks, any(c.only_if_faster for c in to_choose), *dict.fromkeys(map(cost.key_of, to_choose)))
         if key not in _measured:
             with tf.device("CPU:0"):
                 _measured[key] = cost.measure(_Network(workers), to_choose)
@@ -144,7 +144,7 @@ class _Network:
         self._workers = workers
 
     def collective(self, kind: str, nbytes: int) -> float:
-        how = {"name": f"hvd_quant_measure_{kind}", "process_set": self._workers.across}
+        how = {"name": f"hvd_quant_measure_{kind}_{nbytes}", "process_set": self._workers.across}
         data, world = tf.zeros([nbytes], tf.uint8), self._workers.world
         share = nbytes // world
         splits = tf.constant([share] * (world - 1) + [nbytes - share * (world - 1)])
@@ -188,7 +188,7 @@ class _Network:
                           timed(lambda: code.decode(one, info, [info.range], mean=False)))
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        rows = mpi_ops.allgather(tf.constant([seconds], tf.float64), name="hvd_quant_measure_slowest",
+        rows = mpi_ops.allgather(tf.constant([seconds], tf.float64), name=f"hvd_quant_measure_slowest_{len(seconds)}",
                                  process_set=self._workers.all)
         return rows.numpy().max(0).tolist()
 

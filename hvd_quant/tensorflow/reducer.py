@@ -144,6 +144,8 @@ class Reducer(tf.Module):
         if slot.sparse:
             return ("sparse", "sparse"), slot, None
         kinds = slot.kinds() if self._op in (Average, Sum) else ("dense", "dense")
+        if self._op == Adasum:
+            return kinds, slot.compressor, slot.workers  # which makes fp16 of it, or doesn't
         return kinds, None if kinds == ("dense", "dense") else slot.travels, slot.workers
 
     def _parted(self, kind: str, slots: list[Slot]) -> list[list[Slot]]:

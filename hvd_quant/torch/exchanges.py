@@ -88,6 +88,14 @@ class Cargo:
                 "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
                 "optimizer.skip_synchronize()")
 
+    def after_the_host(self, flat: torch.Tensor) -> None:
+        """Go on with the average of the host's workers. Had the gradient been changed, all are to be told."""
+        try:
+            self.require_untouched(horovod_writes=True)
+        except RuntimeError as error:
+            self.error = error
+        self.flat, self._version = flat, self.grad._version
+
     def land(self, flat: torch.Tensor) -> None:
         """Bring a flat vector back into the gradient."""
         if flat.data_ptr() == self.grad.data_ptr():
@@ -134,6 +142,8 @@ class Cargo:
         if not cuts:
             return []
         try:
+            if self.error is not None:
+                raise self.error
             params = self.compressor.measure(ops, self.flat[first:last], state, self.info.part(first, last))
             for a, b in cuts:
                 part = {key: v[a - first:b - first] if v.shape == (last - first,) else v for key, v in state.items()}
@@ -215,12 +225,14 @@ class Flight:
 
     Attributes:
         done: whether the gradients hold what was reduced.
+        failure: what went wrong; it is raised where this flight is waited for.
     """
 
     def __init__(self, name: str, kind: str, cargo: list[Cargo], workers: Workers, op: int, predivide: float, stats: Stats) -> None:
         self.name, self.kind, self.cargo, self.workers, self.op, self.predivide = name, kind, cargo, workers, op, predivide
         self.stats, self.costs = stats, stats.buckets[name]
         self.done = self.cancelled = False
+        self.failure: Exception | None = None
         self._route = {"dense": dense, "allreduce": allreduce}.get(kind, compressed)(self)
         self._resume(None)
 
@@ -243,11 +255,11 @@ class Flight:
         return Collective(handle, last, time.perf_counter())
 
     def arrived(self) -> bool:
-        """Whether the collective that was started last has a result."""
+        """Whether the collective that was started last has a result, or never will have."""
         try:
             return mpi_ops.poll(self._flying.handle)
-        except (ValueError, RuntimeError) as error:
-            raise self._lost() from error
+        except (ValueError, RuntimeError):
+            return True
 
     @property
     def landing(self) -> bool:
@@ -255,23 +267,22 @@ class Flight:
         return self._flying.last
 
     def advance(self) -> None:
-        """Go on with a result that has arrived."""
-        result = mpi_ops.synchronize(self._flying.handle)
-        self.costs.flight_seconds += time.perf_counter() - self._flying.started
-        if result is None:
-            raise self._lost()
-        self._resume(result)
+        """Go on with a result that has arrived. What goes wrong is kept as ``failure``, and what was encoded is taken back."""
+        try:
+            result = mpi_ops.synchronize(self._flying.handle)
+            self.costs.flight_seconds += time.perf_counter() - self._flying.started
+            if result is None:
+                raise mpi_ops.HorovodInternalError(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
+            self._resume(result)
+        except Exception as error:
+            self.failure, self.done = error, True
+            self.undo()
 
     def _resume(self, result: Any) -> None:
-        self.done = True
         try:
             self._flying = self._route.send(result)
-            self.done = False
         except StopIteration:
-            pass
-
-    def _lost(self) -> Exception:
-        return mpi_ops.HorovodInternalError(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
+            self.done = True
 
     def undo(self) -> None:
         for one in self.cargo:
@@ -328,7 +339,8 @@ def allreduce(flight: Flight) -> Route:
     """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector."""
     cargo, world = flight.cargo, flight.workers.all.size()
     results = [one.flatten() for one in cargo]
-    codes = [one.compressor.rounds(ops, one.flat, one.slot.worker_state, one.info, one.flat) for one in cargo]
+    at = {"rank": flight.workers.all.rank(), "world": world}  # with hierarchical exchange, payloads travel among fewer
+    codes = [one.compressor.rounds(ops, one.flat, one.slot.worker_state, one.info.at(**at), one.flat) for one in cargo]
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(cargo)))
     number = 0
     while True:
@@ -378,8 +390,7 @@ def compressed(flight: Flight) -> Route:
         vector = cargo[0].flat if len(cargo) == 1 else torch.cat([one.flat for one in cargo])
         yield flight.start("allreduce", vector, workers.host, ".host", op=Average)
         for one, part in zip(cargo, vector.split([one.flat.numel() for one in cargo])):
-            one.require_untouched(horovod_writes=True)
-            one.flat = part
+            one.after_the_host(part)
 
     with flight.timed("encode"):
         for one in cargo:
@@ -415,7 +426,7 @@ def compressed(flight: Flight) -> Route:
         flight.undo()
         return
     for one in cargo:
-        one.require_untouched(horovod_writes=workers.host is not None)
+        one.require_untouched()
     with flight.timed("decode"):
         manifest = [(one, *one.cuts[i][j]) for i in range(places) for j in range(world) for one in cargo if _entries(one.cuts[i][j])]
         arrived: dict[Cargo, list[tuple[TensorInfo, torch.Tensor, bytes]]] = {one: [] for one in cargo}

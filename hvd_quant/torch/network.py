@@ -89,7 +89,8 @@ def broadcast(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> None:
 def costs(workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
     """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
     compressors = sorted(compressors, key=cost.key_of)
-    key = (*workers.all.ranks, -1, *workers.across.ranks, device, *map(cost.key_of, compressors))
+    with_fp16 = any(compressor.only_if_faster for compressor in compressors)
+    key = (*workers.all.ranks, -1, *workers.across.ranks, device, with_fp16, *map(cost.key_of, compressors))
     if key not in _measured:
         _measured[key] = cost.measure(_Workers(workers, device), compressors)
     return _measured[key]
@@ -108,7 +109,7 @@ class _Workers:
         world = self._process_set.size()
         tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         arguments = {}
-        name = f"hvd_quant.measure.{kind}"
+        name = f"hvd_quant.measure.{kind}.{nbytes}"  # Horovod negotiates anew what has another size than before
         if kind.startswith("allreduce"):
             tensor, kind = tensor.view(torch.float16 if kind == "allreduce_fp16" else torch.float32), "allreduce"
         elif kind == "alltoall":
@@ -149,6 +150,6 @@ class _Workers:
                           timed(lambda: compressor.decode_sum(ops, [payload], info, out)))
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name="hvd_quant.measure.slowest",
+        rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name=f"hvd_quant.measure.slowest.{len(seconds)}",
                                  process_set=self._all)
         return rows.max(0).values.tolist()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
 
@@ -185,14 +186,14 @@ class _Compressed:
                         gradient_predivide_factor, groups, sparse_as_dense, process_set)
         self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set, bucket_bytes)
         self._ordered = []  # Horovod keeps a set, whose order differs between workers
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p in self._requires_update:
-                    self._ordered.append(p)
-                    self._reducer.add(self._parameter_names[p], p)
+        for index, p in enumerate(self._all()):
+            if p in self._requires_update:
+                self._ordered.append(p)
+                self._reducer.add(self._parameter_names[p], p, index)
         # Horovod makes a group of each parameter that is in none.
         self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
+        self._reducer.plan()  # now, when all workers have the same parameters
         self._sparse_dims = {}  # of parameters that have had a sparse gradient
 
     def _make_hook(self, p):
@@ -267,26 +268,32 @@ class _Compressed:
         """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group."""
         if size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
             return  # as Horovod: one worker exchanges nothing
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p not in self._requires_update:
-                    if p not in self._parameter_names:
-                        raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped "
-                                         "and has no name to be reduced by: wrap the optimizer anew with all "
-                                         "named_parameters")
-                    self._requires_update.add(p)
-                    self._ordered.append(p)
-                    self._allreduce_delay[p] = self.backward_passes_per_step
-                    self._reducer.add(self._parameter_names[p], p)
-                    accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
-                    accumulator.register_hook(self._make_hook(p))
-                    self._grad_accs.append(accumulator)
+        for index, p in enumerate(self._all()):
+            if p.requires_grad and p not in self._requires_update:
+                if p not in self._parameter_names:
+                    raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped "
+                                     "and has no name to be reduced by: wrap the optimizer anew with all "
+                                     "named_parameters")
+                self._requires_update.add(p)
+                self._ordered.append(p)
+                self._allreduce_delay[p] = self.backward_passes_per_step
+                self._reducer.add(self._parameter_names[p], p, index)
+                accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
+                accumulator.register_hook(self._make_hook(p))
+                self._grad_accs.append(accumulator)
+
+    def _all(self):
+        """All parameters, frozen ones too."""
+        return (p for group in self.param_groups for p in group["params"])
 
     def _cancel(self):
         """Take back what backward has started."""
         for handle in self._handles.values():
             if isinstance(handle, Sparse):
-                handle.wait()
+                try:
+                    handle.wait()
+                except HorovodInternalError:
+                    pass  # what was lost needs no cancelling
         self._forget()
         self._reducer.cancel()
 

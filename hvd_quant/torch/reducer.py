@@ -81,8 +81,9 @@ class Bucket:
     started: bool = False
 
     def complete(self) -> bool:
-        """Whether all gradients are there. A parameter that is frozen has none, and its residual has to wait."""
-        return all(slot in self.arrived or slot in self.away or not slot.parameter.requires_grad for slot in self.slots)
+        """Whether all gradients are there. One of a parameter that is frozen now may come with another backward pass before
+        the step, so its bucket starts in :meth:`Reducer.finish`."""
+        return all(slot in self.arrived or slot in self.away for slot in self.slots)
 
 
 class Reducer:
@@ -117,18 +118,26 @@ class Reducer:
         self._planned_for: Any = None
         self._by_host: Workers | None = None
         self._amid = False  # a step: gradients have arrived that are not reduced yet
+        self._grown = False  # the plan, by parameters that came since it was made
         if process_set.included():
-            for name, p in named_parameters:
-                self.add(name, p)
+            for index, (name, p) in enumerate(named_parameters):
+                self.add(name, p, index)
 
-    def add(self, name: str, p: torch.Tensor) -> None:
-        """Make room for the state of one more parameter."""
+    def add(self, name: str, p: torch.Tensor, index: int) -> None:
+        """Take in one more parameter.
+
+        Arguments:
+            index: its place among all parameters, frozen ones too: who owns which of its ranges depends on it.
+        """
         if p.dtype not in _REAL:
             raise TypeError(f"parameter {name} is {p.dtype}; gradients of {', '.join(map(str, _REAL))} can be reduced: "
                             "leave it out of the optimizer, or use compression='none'")
         info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
         self._workers(compressor)  # all workers are here when they wrap their optimizers
-        self._slots[name] = Slot(p, compressor, info, len(self._slots), {}, (0, info.numel))
+        if network.ELASTIC and compressor.warmup:
+            raise ValueError(f"{compressor.spec}: a worker that joins an elastic job has not counted the others' steps, so it can't "
+                             "know when their warm-up ends; use warmup=0 there")
+        self._slots[name] = Slot(p, compressor, info, index, {}, (0, info.numel))
 
     # ------------------------------------------------------------------------------------------------- from the hooks
 
@@ -152,7 +161,7 @@ class Reducer:
         return started
 
     def _at(self, name: str) -> tuple[Slot, Bucket]:
-        self._keep_plan()
+        self.plan()
         self._amid = True
         slot = self._slots[name]
         if not self._settled:
@@ -181,7 +190,7 @@ class Reducer:
             hvd_quant.wire.PayloadError: on all workers, for a payload that is damaged, or a worker that failed.
             HorovodInternalError: if Horovod was reset.
         """
-        self._keep_plan()
+        self.plan()
         planned = list(dict.fromkeys(self._plan.values()))
         for bucket in planned:
             if not bucket.started:
@@ -191,6 +200,8 @@ class Reducer:
         self.complete(flights)
         if flights and not self._settled:
             self._settle()
+        if self._grown:
+            self._grown, self._planned_for = False, None
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
 
     def complete(self, flights: list[Flight]) -> None:
@@ -234,6 +245,8 @@ class Reducer:
                         pause = min(1.5 * pause, 5e-4)
         finally:
             self._flying.remove(flight)
+        if flight.failure is not None:
+            raise flight.failure
 
     def _progress(self, waited_for: Flight | None = None) -> bool:
         """Go on with what has arrived of exchanges of several collectives, but for writing gradients; whether there was any.
@@ -249,12 +262,12 @@ class Reducer:
 
     def start(self, name: str, grad: torch.Tensor) -> Flight:
         """Start reducing one gradient by itself, for Horovod's stock optimizer; :meth:`complete` finishes it."""
-        self._keep_plan()
+        self.plan()
         return next(self._launch({self._slots[name]: (grad, grad._version)}))
 
     def start_unless_dense(self, name: str, grad: torch.Tensor) -> Flight | None:
         """Like :meth:`start`, but leave what goes dense to somebody else's allreduce and return None."""
-        self._keep_plan()
+        self.plan()
         slot = self._slots[name]
         info = self._info(slot)
         if self._kind(slot, info) != "dense":
@@ -314,18 +327,19 @@ class Reducer:
         pieces = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)
         return info.part(*max(pieces, key=lambda piece: piece[1] - piece[0]))
 
-    def _keep_plan(self) -> None:
+    def plan(self) -> None:
         """Make buckets, and decide how each travels, where parameters came, or workers came or went."""
         if self._amid and len(self._plan) == len(self._slots):
             return
-        now = (len(self._slots), self._whose())
-        if now == self._planned_for or not self.process_set.included():
+        whose = self._whose()
+        if not self.process_set.included() or whose == self._planned_for and len(self._plan) == len(self._slots):
             return
-        if self._amid:
-            # Parameters that come amid a step, unfrozen, travel by themselves until it is over.
+        if whose == self._planned_for:
+            # Parameters that come, unfrozen, travel by themselves for this step, on all workers: some may be amid it already.
             self._fill([name for name, slot in self._slots.items() if slot not in self._plan])
+            self._grown = True
             return
-        self._planned_for, self._plan, self.stats.buckets = now, {}, {}
+        self._planned_for, self._plan, self.stats.buckets = whose, {}, {}
         # Until it is known, the last parameters are taken to get their gradients first.
         self._fill(list(dict.fromkeys([*self._order, *reversed(self._slots)])))
 
@@ -346,8 +360,8 @@ class Reducer:
             filled += buckets.fill({slot: 4 * slot.info.numel for slot in kind}, self._bucket_bytes)
         for members in filled:
             self._plan.update(dict.fromkeys(members, Bucket(members)))
-            for compressor, alike in _by(members, lambda slot: slot.compressor).items():
-                travels = self._decide(compressor, alike)
+            for (compressor, resumed), alike in _by(members, lambda slot: (slot.compressor, slot.resumed)).items():
+                travels = resumed or self._decide(compressor, alike)
                 for slot in alike:
                     slot.travels = travels
                     self._make_room(slot)
@@ -359,9 +373,6 @@ class Reducer:
         infos = [info for info in infos if exchange.compressible(compressor, info)]
         if not infos:
             return _NONE
-        resumed = {slot.resumed for slot in slots}
-        if len(resumed) == 1 and None not in resumed:
-            return resumed.pop()
         if compressor.only_if_faster and not self._settled and not network.ELASTIC:
             return _NONE  # until it is known, after the first step
         if compressor.only_if_faster and network.ELASTIC:
@@ -397,7 +408,7 @@ class Reducer:
         if not exchange.compressible(coder, self._typical(slot, info.at(world=max(2, info.world)))):
             return
         place, places = self._workers(slot.compressor).local
-        first, last = slot.piece = exchange.ranges(info.numel, coder.range_multiple, places, slot.index)[place]
+        first, last = slot.piece = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)[place]
         shapes = slot.compressor.state_shapes(info.part(first, last))
         owned = (0, 0)
         if slot.travels.exchange == "sra" and info.world > 1:
@@ -425,10 +436,10 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and step counts by parameter name, as what they travel, and whose they are."""
-        self._keep_plan()
+        self.plan()
         state = saved(self._slots, torch.clone, **self._whose())
         for name, slot in self._slots.items():
-            state["tensors"][name]["travels"] = slot.travels.spec
+            state["tensors"][name] |= {"travels": slot.travels.spec, "piece": list(slot.piece), "owned": list(slot.owned)}
         return state
 
     def _whose(self) -> dict[str, int | None]:
@@ -442,20 +453,26 @@ class Reducer:
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
-        self._keep_plan()
+        self.plan()
         found = state.get("tensors")
         for name, slot in self._slots.items():
             kept = found.get(name, {}) if isinstance(found, Mapping) else {}
-            if any(key.startswith(OWNER) for key in kept.get("state", {})) and slot.piece[0] < slot.piece[1]:
-                slot.owned = self._range_of(slot, self._info(slot))
-                for key, value in kept["state"].items():
-                    if key.startswith(OWNER) and value.shape == (slot.owned[1] - slot.owned[0],):
-                        slot.state.setdefault(key, torch.zeros_like(value, device=slot.parameter.device))
+            owned = [key for key in kept.get("state", {}) if key.startswith(OWNER)]
+            if owned and kept.get("owned") == list(self._range_of(slot, self._info(slot))):
+                slot.owned = tuple(kept["owned"])
+                for key in owned:
+                    slot.state.setdefault(key, torch.zeros_like(kept["state"][key], device=slot.parameter.device))
+            elif owned:
+                _log.warning("compression state of %s: what was kept of entries %s, which another worker owns now, is dropped",
+                             name, kept.get("owned"))
+                slot.state = {key: value for key, value in slot.state.items() if not key.startswith(OWNER)}
+                self._planned_for = None
         for slot, step, values in restored(state, self._slots, **self._whose()):
             slot.step, slot.kept = step, bool(values)
             kept = found.get(slot.info.name, {})
             same = kept.get("compressor") == slot.compressor.spec
-            slot.resumed = get_compressor(kept["travels"]) if same and kept.get("travels", "none") != "none" else None
+            goes_on = same and kept.get("travels", "none") != "none" and not network.ELASTIC
+            slot.resumed = get_compressor(kept["travels"]) if goes_on else None
             for key, value in slot.state.items():
                 value.copy_(values[key]) if key in values else value.zero_()
         self._planned_for = None

@@ -35,6 +35,9 @@ class Bound:
 
     def __init__(self, compressor: Compressor, named_parameters: list[tuple[str, torch.Tensor]],
                  process_set: ProcessSet) -> None:
+        if compressor.only_if_faster:
+            raise ValueError(f"{compressor.spec} can't be bound: Horovod's optimizer has no place where all workers could measure "
+                             "their network; use hvd_quant.torch.DistributedOptimizer, or only_if_faster=False")
         self.compressor = compressor
         self._named = named_parameters
         self._reducer = Reducer(named_parameters, lambda name: compressor, Average, 1.0, process_set)

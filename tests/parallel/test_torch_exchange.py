@@ -12,6 +12,7 @@ from hvd_quant import Compression, TensorInfo, get_compressor, registry, wire
 from hvd_quant.exchange import cost, ranges
 from hvd_quant.ops import torch as ops
 from hvd_quant.torch import network
+from hvd_quant.torch.exchanges import Cargo
 from hvd_quant.torch.reducer import Reducer
 from tests.conftest import CODECS, ERROR_FEEDBACK
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat, network as small_network, on_all, train, wrap
@@ -283,6 +284,85 @@ def test_workers_in_opposite_branches_of_a_model(exchange):
         assert_same_everywhere(flat(model))
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "sra"])
+def test_a_layer_frozen_during_one_of_two_backward_passes(exchange):
+    """As critics are while actors learn; worker 0 gets some gradients only in synchronize()."""
+    model, plain = Branches(), Branches()
+    optimizer = wrap(model, f"topk:ratio=0.1,min_numel=0,exchange={exchange}")
+    reference = wrap(plain, f"topk:ratio=0.1,min_numel=0,exchange={exchange}")
+    for i in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * i + RANK))
+        for each, opt in ((model, optimizer), (plain, reference)):
+            opt.zero_grad()
+            if each is model:
+                each.layers[3].requires_grad_(False)
+            each(x, [0, 1] if RANK == 0 else [0, 1, 2]).square().mean().backward()
+            each.layers[3].requires_grad_(True)
+            each(x, [3]).square().mean().backward()
+            opt.step()
+    assert_same_everywhere(flat(model))
+    torch.testing.assert_close(flat(model), flat(plain))
+
+
+def test_layers_that_are_unfrozen_while_some_workers_have_no_gradient():
+    model = Branches()
+    model.layers[1].requires_grad_(False)
+    optimizer = wrap(model, "topk:ratio=0.1,min_numel=0")
+    for i in range(4):
+        model.layers[1].requires_grad_(i >= 2)
+        optimizer.zero_grad()
+        if RANK == 0 or i != 2:
+            model(torch.ones(4, 64) * (RANK + i), [0, 1, 2, 3]).square().mean().backward()
+        optimizer.step()
+        assert_same_everywhere(flat(model))
+
+
+def test_an_error_amid_one_exchange_leaves_the_others_whole(monkeypatch):
+    """It may show while another exchange is waited for, and belongs to its own all the same."""
+    parameters = weights({"a": (5000,), "b": (5000,), "c": (5000,)})
+    shapes = {name: p.shape for name, p in parameters.items()}
+    optimizer = optimizer_of(parameters, "topk:ratio=0.1,min_numel=0,exchange=sra", bucket_bytes=1)
+    step(optimizer, parameters, gradients(0, shapes=shapes))
+    before = optimizer.compression_state_dict()["tensors"]
+    reduce = Cargo.reduce
+
+    def broken(self, arrived):
+        return None if self.info.name == "b" else reduce(self, arrived)
+
+    monkeypatch.setattr(Cargo, "reduce", broken)
+    with pytest.raises((TypeError, AttributeError)):
+        step(optimizer, parameters, gradients(1, shapes=shapes))
+    monkeypatch.undo()
+    assert not optimizer._reducer._flying
+    for key, value in optimizer.compression_state_dict()["tensors"]["b"]["state"].items():
+        torch.testing.assert_close(value, before["b"]["state"][key], atol=1e-6, rtol=0)
+    for i in (2, 3):
+        step(optimizer, parameters, gradients(i, shapes=shapes))
+    for p in parameters.values():
+        assert_same_everywhere(p)
+
+
+def test_a_range_that_another_worker_owns_now_is_not_taken_from_a_checkpoint(caplog):
+    shapes = {"a": (70000,), "b": (70000,)}
+    parameters = weights(shapes)
+    optimizer = optimizer_of(parameters, "topk:exchange=sra")
+    for i in range(2):
+        step(optimizer, parameters, gradients(i, shapes=shapes))
+    state = optimizer.compression_state_dict()
+    reordered = {name: parameters[name] for name in ("b", "a")}
+    other = optimizer_of(reordered, "topk:exchange=sra")
+    other.load_compression_state_dict(state)
+    assert "which another worker owns now, is dropped" in caplog.text
+    assert not other._reducer._slots["a"].state.get("owner.residual", torch.zeros(1)).any()
+    assert torch.equal(other._reducer._slots["a"].state["residual"], state["tensors"]["a"]["state"]["residual"])
+    step(other, reordered, gradients(3, shapes=shapes))
+
+
+def test_only_if_faster_is_refused_where_nothing_can_be_measured():
+    with pytest.raises(ValueError, match="topk:only_if_faster=true can't be bound: Horovod's optimizer has no place"):
+        get_compressor("auto").bind(small_network().named_parameters())
+
+
 class Slow(torch.autograd.Function):
     """The identity, whose gradient takes a while."""
 
@@ -462,7 +542,7 @@ def two_hosts(monkeypatch, process_sets_of_hosts):
 
 
 @pytest.mark.parametrize("spec, exchange, op", [  # one of each kind: Horovod is slow with many process sets
-    ("bf16", "sra", hvd.Average), ("fp16", "allgather", hvd.Average), ("onebit:min_numel=0,block_size=128", "sra", hvd.Sum),
+    ("bf16", "sra", hvd.Average), ("fp16", "allgather", hvd.Average), ("fp16", "allreduce", hvd.Sum), ("onebit:min_numel=0,block_size=128", "sra", hvd.Sum),
     ("threshold:min_numel=0,tau=0.05", "allgather", hvd.Average), ("adaptive:min_numel=0", "sra", hvd.Average),
     ("topk:min_numel=0,ratio=0.1,values=float16", "allgather", hvd.Sum), ("topk:min_numel=0", "sra", hvd.Average)])
 def test_hierarchical(spec, exchange, op, two_hosts):

@@ -73,6 +73,13 @@ def test_the_exchange_of_a_dense_code(world, numel, expected):
     assert exchange.choose(get_compressor(f"onebit:exchange={expected}"), infos[0]) == expected
 
 
+def test_what_was_measured_without_fp16_serves_for_it_too():
+    """One process may have an optimizer with "topk", then another with "auto"."""
+    infos = [TensorInfo.whole("w", (10**6,), world=4)]
+    collectives = {kind: points for kind, points in network().collectives.items() if kind != "allreduce_fp16"}
+    assert cost.decide(get_compressor("auto"), infos, cost.Costs(collectives)).name == "topk"
+
+
 @pytest.mark.parametrize("second_per_byte, expected", [(8e-8, "topk"), (8e-9, "topk"), (1e-11, "none")])
 def test_only_if_faster(second_per_byte, expected):
     infos = [TensorInfo.whole("w", (10**6,), world=4)]
