@@ -42,7 +42,8 @@ def flat(model):
 
 def on_all(tensor):
     """The workers' values of a tensor, one row a worker."""
-    return hvd.allgather(tensor.detach().reshape(1, -1).contiguous(), name="on_all")
+    # Horovod forgets what it has cached of a name when the size changes, which it doesn't always survive beside process sets.
+    return hvd.allgather(tensor.detach().reshape(1, -1).contiguous(), name=f"on_all.{tensor.numel()}.{tensor.dtype}")
 
 
 def assert_same_everywhere(tensor):
