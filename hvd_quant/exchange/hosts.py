@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Grid(NamedTuple):
@@ -35,3 +35,28 @@ def grid(places: Sequence[tuple[int, int]]) -> Grid:
         raise ValueError("hierarchical=True needs the same number of workers on each host; the hosts have "
                          f"{', '.join(str(len(row)) for row in rows)}")
     return Grid(rows, [list(column) for column in zip(*rows)])
+
+
+def process_set_of(ranks: list[int]) -> Any:
+    """Horovod's process set of these ranks, which is made if there is none. All workers call this together.
+
+    Raises:
+        ValueError: if Horovod may not make one, saying what to set.
+    """
+    from horovod.common import process_sets
+
+    if len(ranks) == process_sets.global_process_set.size():
+        return process_sets.global_process_set
+    for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if list(members) == ranks:
+            found = process_sets.ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    try:
+        return process_sets.add_process_set(ranks)
+    except ValueError as error:
+        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
+            raise
+        raise ValueError("hierarchical=True makes a process set for each host, which Horovod allows where it was started with "
+                         "the environment variable HOROVOD_DYNAMIC_PROCESS_SETS=1: set it on all workers before hvd.init()"
+                         ) from error

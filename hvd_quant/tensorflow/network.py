@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange import cost, hosts
+from hvd_quant.exchange.hosts import process_set_of
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.tensorflow.codes import Hosted, Traced
 
@@ -81,7 +81,7 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
     rank, rows = mpi_ops.rank(), [sorted(row) for row in grid.hosts]  # as in process sets
     own: list[ProcessSet] = []
     for sets in (rows, [list(column) for column in zip(*rows)]):
-        joined = [(ranks, _process_set(sorted(ranks))) for ranks in sets]
+        joined = [(ranks, process_set_of(sorted(ranks))) for ranks in sets]
         own += [found for ranks, found in joined if rank in ranks]
     host, across = own
     return Workers(process_set, across, host)
@@ -91,23 +91,6 @@ def _places() -> list[tuple[int, int]]:
     """(host, local rank) of each worker."""
     own = tf.constant([[mpi_ops.cross_rank(), mpi_ops.local_rank()]])
     return [(host, local) for host, local in mpi_ops.allgather(own, name="hvd_quant_places").numpy().tolist()]
-
-
-def _process_set(ranks: list[int]) -> ProcessSet:
-    """Horovod's process set of these ranks, which is made if there is none."""
-    for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
-        if list(members) == ranks:
-            found = ProcessSet(ranks)
-            found.process_set_id = number
-            return found
-    try:
-        return process_sets.add_process_set(ranks)
-    except ValueError as error:
-        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
-            raise
-        raise ValueError("hierarchical=True makes a process set for each host, which Horovod allows where it was started with "
-                         "the environment variable HOROVOD_DYNAMIC_PROCESS_SETS=1: set it on all workers before hvd.init()"
-                         ) from error
 
 
 def costs(workers: Workers, compressors: Iterable[Compressor]) -> cost.Costs | None:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange import cost, hosts
+from hvd_quant.exchange.hosts import process_set_of
 from hvd_quant.ops import torch as ops
 from hvd_quant.torch.exchanges import Workers
 
@@ -38,7 +38,7 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
     own = {}
     for kind, rows in zip(("host", "across"), grid):
         for row in rows:
-            joined = _process_set(row) if len(row) > 1 or kind == "across" else None
+            joined = process_set_of(row) if len(row) > 1 or kind == "across" else None
             if rank in row:
                 own[kind] = joined
     return Workers(process_set, own["across"], own["host"])
@@ -60,25 +60,6 @@ def _places() -> list[tuple[int, int]]:
     """(host, local rank) of each worker."""
     own = torch.tensor([[mpi_ops.cross_rank(), mpi_ops.local_rank()]], dtype=torch.int32)
     return [(host, local) for host, local in mpi_ops.allgather(own, name="hvd_quant.places").tolist()]
-
-
-def _process_set(ranks: list[int]) -> ProcessSet:
-    """Horovod's process set of these ranks, which is made if there is none."""
-    if len(ranks) == mpi_ops.size():
-        return global_process_set
-    for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
-        if list(members) == ranks:
-            found = ProcessSet(ranks)
-            found.process_set_id = number
-            return found
-    try:
-        return process_sets.add_process_set(ranks)
-    except ValueError as error:
-        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
-            raise
-        raise ValueError("hierarchical=True makes a process set for each host, which Horovod allows where it was started with "
-                         "the environment variable HOROVOD_DYNAMIC_PROCESS_SETS=1: set it on all workers before hvd.init()"
-                         ) from error
 
 
 def broadcast(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import hvd_quant.torch as hvd
 from hvd_quant import Compression, TensorInfo, get_compressor, registry, wire
-from hvd_quant.exchange import cost, ranges
+from hvd_quant.exchange import cost, hosts, ranges
 from hvd_quant.ops import torch as ops
 from hvd_quant.torch import network
 from hvd_quant.torch.exchanges import Cargo
@@ -531,7 +531,7 @@ def two_hosts(monkeypatch):
     monkeypatch.setattr(network, "_places", lambda: [(rank // 2, rank % 2) for rank in range(WORLD)])
     yield
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]):
-        hvd.remove_process_set(network._process_set(ranks))
+        hvd.remove_process_set(hosts.process_set_of(ranks))
 
 
 HIERARCHICAL = [("fp16", "allreduce", hvd.Sum), ("onebit:min_numel=0,block_size=128", "sra", hvd.Sum),
@@ -572,7 +572,7 @@ def test_hierarchical_where_it_can_not_work(monkeypatch, two_hosts):
     monkeypatch.setattr(network, "_places", lambda: [(0, 0), (0, 1), (0, 2), (1, 0)])
     with pytest.raises(ValueError, match="the same number of workers on each host; the hosts have 3, 1"):
         optimizer_of(weights(), "topk:hierarchical=true")
-    pair = network._process_set([0, 1])
+    pair = hosts.process_set_of([0, 1])
     if pair.included():
         with pytest.raises(ValueError, match="leave process_set= out"):
             Reducer(list(weights().items()), registry.selector("topk:hierarchical=true"), hvd.Average, 1.0, pair)
