@@ -32,13 +32,11 @@ def saved(slots: Mapping[str, Slot], copy: Callable[[Any], Any], rank: int | Non
     return {"version": 1, "rank": rank, "world": world, "tensors": tensors}
 
 
-def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | None,
-             world: int | None) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-    """Each slot with the step and the tensors that ``state`` holds for it; what no longer fits is left out, with a line in
-    the log, and has to start at zero.
+def check(state: Mapping[str, Any], rank: int | None, world: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``state`` holds, by name: (compressor, step, tensors), and the tensors' shapes.
 
     Raises:
-        ValueError: before the first slot, if the state is of another worker, number of workers, or format.
+        ValueError: if it is of another worker, number of workers, or format, or damaged.
     """
     found = {key: state.get(key) for key in ("version", "rank", "world")}
     if found != {"version": 1, "rank": rank, "world": world}:
@@ -52,6 +50,18 @@ def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | No
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what was "
                          "saved") from error
+    return tensors, shapes
+
+
+def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | None,
+             world: int | None) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+    """Each slot with the step and the tensors that ``state`` holds for it; what no longer fits is left out, with a line in
+    the log, and has to start at zero.
+
+    Raises:
+        ValueError: before the first slot, if the state is of another worker, number of workers, or format.
+    """
+    tensors, shapes = check(state, rank, world)
     for name in tensors.keys() - slots.keys():
         _log.warning("compression state of %s is dropped: there is no such parameter", name)
     for name, slot in slots.items():

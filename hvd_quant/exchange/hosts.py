@@ -37,6 +37,16 @@ def grid(places: Sequence[tuple[int, int]]) -> Grid:
     return Grid(rows, [list(column) for column in zip(*rows)])
 
 
+def require_all(process_set: Any, elastic: bool) -> None:
+    """Raise a ValueError unless all workers take part, and always the same."""
+    from horovod.common import process_sets
+
+    if process_set is not process_sets.global_process_set:
+        raise ValueError("hierarchical=True exchanges between all workers: leave process_set= out")
+    if elastic:
+        raise ValueError("hierarchical=True can't be used in an elastic job, whose hosts come and go")
+
+
 def process_set_of(ranks: list[int]) -> Any:
     """Horovod's process set of these ranks, which is made if there is none. All workers call this together.
 

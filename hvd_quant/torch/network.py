@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import ProcessSet, global_process_set
+from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange import cost, hosts
@@ -27,10 +27,7 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
     Raises:
         ValueError: where that can't work, saying why.
     """
-    if process_set is not global_process_set:
-        raise ValueError("hierarchical=True exchanges between all workers: leave process_set= out")
-    if ELASTIC:
-        raise ValueError("hierarchical=True can't be used in an elastic job, whose hosts come and go")
+    hosts.require_all(process_set, ELASTIC)
     rank = mpi_ops.rank()
     grid = hosts.grid(_places())
     if len(grid.hosts) == 1:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from horovod.torch.mpi_ops import ProcessSet
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo
 from hvd_quant.exchange import buckets, cost
-from hvd_quant.exchange.checkpoint import restored, saved
+from hvd_quant.exchange.checkpoint import check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor
@@ -210,7 +210,7 @@ class Reducer:
         failure: Exception | None = None
         for flight in flights:
             try:
-                flight.cancelled = failure is not None
+                flight.cancelled |= failure is not None
                 self._wait(flight)
             except Exception as error:
                 failure = failure or error
@@ -223,10 +223,10 @@ class Reducer:
         self._forget()
         for flight in flights:
             flight.cancelled = True
-            try:
-                self._wait(flight)
-            except mpi_ops.HorovodInternalError:
-                pass  # what was lost needs no cancelling
+        try:
+            self.complete(flights)
+        except mpi_ops.HorovodInternalError:
+            pass  # what was lost needs no cancelling
 
     def _forget(self) -> None:
         self._amid = False
@@ -454,10 +454,11 @@ class Reducer:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
         self.plan()
-        found = state.get("tensors")
+        check(state, **self._whose())
+        found = state["tensors"]
         for name, slot in self._slots.items():
-            kept = found.get(name, {}) if isinstance(found, Mapping) else {}
-            owned = [key for key in kept.get("state", {}) if key.startswith(OWNER)]
+            kept = found.get(name, {"state": {}})
+            owned = [key for key in kept["state"] if key.startswith(OWNER)]
             if owned and kept.get("owned") == list(self._range_of(slot, self._info(slot))):
                 slot.owned = tuple(kept["owned"])
                 for key in owned:

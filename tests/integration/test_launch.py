@@ -19,7 +19,7 @@ LAUNCHES = {
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
-    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_i*", {}),
+    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_e*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[cl]*", {"TF_USE_LEGACY_KERAS": "1"}),
