@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set
+from horovod.tensorflow.mpi_ops import ProcessSet, Sum
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant.compressors import Compressor, TensorInfo
@@ -66,10 +66,7 @@ def workers_by_host(process_set: ProcessSet) -> Workers:
     Raises:
         ValueError: where that can't work, saying why.
     """
-    if process_set is not global_process_set:
-        raise ValueError("hierarchical=True exchanges between all workers: leave process_set= out")
-    if ELASTIC:
-        raise ValueError("hierarchical=True can't be used in an elastic job, whose hosts come and go")
+    hosts.require_all(process_set, ELASTIC)
     with tf.init_scope():
         if not tf.executing_eagerly():
             raise ValueError("hierarchical=True needs TensorFlow 2: in a graph of TensorFlow 1 use hierarchical=False")
