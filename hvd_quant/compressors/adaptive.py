@@ -31,6 +31,7 @@ class Adaptive(Compressor):
 
     name = "adaptive"
     native = True
+    sparse = True
     ratio: float = 1 / 64
 
     def __post_init__(self) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+
+from hvd_quant.compressors import memory
+from hvd_quant.compressors.memory import MEMORIES
+from hvd_quant.compressors.merge import AVERAGE_EVERY, MERGES
 
 Array = Any
 """A flat vector of whatever framework ``ops`` belongs to."""
@@ -74,12 +79,20 @@ class Compressor:
             they cost on this network and machine.
         only_if_faster: exchange dense or fp16 gradients instead where that takes less time.
         hierarchical: average the gradients of the workers on one host first, uncompressed, and exchange between hosts.
-        memory: "error_feedback" keeps what was not sent and adds it to the next gradient; "none" forgets it.
+        memory: "error_feedback" keeps what was not sent and adds it to the next gradient; "none" forgets it; "ef21" sends what
+            gradients differ by from a running estimate of them.
         warmup: exchange dense gradients for this many steps first.
         min_numel: tensors with fewer entries go dense. So do those whose payload would not be smaller.
-        merge: what the optimizer gets; "none": the reduced gradient alone.
-        average_every: steps between two averagings of the parameters; 0: never.
-        momentum: of momentum correction; 0: none.
+        merge: what the optimizer gets; "none": the reduced gradient alone; "sum", "replace" or "error": with a part of this
+            worker's own gradient, see :mod:`hvd_quant.compressors.merge`. The workers' parameters differ then, until they are
+            averaged.
+        average_every: steps between two averagings of the parameters; 0: never, and every 500 where there is a merge.
+        momentum: of momentum correction; 0: none. The optimizer itself runs without.
+        nesterov: whether that momentum is Nesterov's.
+        clip_norm: with momentum correction, clip each tensor's gradient to a 2-norm of this over the square root of the number
+            of workers first; 0: don't.
+        weight_decay: with momentum correction, add so much of the parameter to its gradient first, instead of the optimizer.
+        eta: with "ef21", how much of a new gradient enters the moving average that is estimated; 1: no average.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -88,6 +101,8 @@ class Compressor:
     name: ClassVar[str]
     linear: ClassVar[bool] = False
     """Whether payloads may be summed as they are, by an allreduce; then :meth:`rounds` says how."""
+    sparse: ClassVar[bool] = False
+    """Whether most entries are not sent, and decode to 0."""
     native: ClassVar[bool] = False
     """Whether the methods use nothing but the codes in ``ops``, so that TensorFlow can trace them into a graph. Others are
     called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
@@ -101,6 +116,10 @@ class Compressor:
     merge: str = "none"
     average_every: int = 0
     momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float = 0.0
+    weight_decay: float = 0.0
+    eta: float = 1.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,14 +128,38 @@ class Compressor:
     def __post_init__(self) -> None:
         exchanges = [e for e in EXCHANGES if e != "allreduce" or self.linear]
         self.require("exchange", one_of(exchanges), lambda x: x in exchanges)
-        for switch in ("only_if_faster", "hierarchical"):
+        for switch in ("only_if_faster", "hierarchical", "nesterov"):
             self.require(switch, "True or False", lambda x: isinstance(x, bool))
-        self.require("memory", one_of(["error_feedback", "none"]), lambda x: x in ("error_feedback", "none"))
-        self.require("warmup", "a whole number of steps, 0 or more", lambda x: is_int(x) and x >= 0)
-        self.require("min_numel", "a whole number of entries, 0 or more", lambda x: is_int(x) and x >= 0)
-        self.require("merge", "'none', the only one in this version", lambda x: x == "none")
-        self.require("average_every", "0, the only one in this version", lambda x: is_int(x) and x == 0)
-        self.require("momentum", "0, the only one in this version", lambda x: is_number(x) and x == 0)
+        self.require("memory", one_of(MEMORIES), lambda x: x in MEMORIES)
+        for count, unit in {"warmup": "steps", "min_numel": "entries", "average_every": "steps"}.items():
+            self.require(count, f"a whole number of {unit}, 0 or more", lambda x: is_int(x) and x >= 0)
+        self.require("merge", one_of(MERGES), lambda x: x in MERGES)
+        self.require("momentum", "a number from 0 up to, but not, 1", lambda x: is_number(x) and 0 <= x < 1)
+        for size in ("clip_norm", "weight_decay"):
+            self.require(size, "a number, 0 or more", lambda x: is_number(x) and 0 <= x < math.inf)
+        self.require("eta", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
+        for field, why in self._conflicts().items():
+            self.require(field, why, lambda x: False)
+
+    def _conflicts(self) -> dict[str, str]:
+        """Fields that don't go with others, and what is accepted beside those."""
+        found = {}
+        if self.merge != "none" and self.memory != "error_feedback":
+            found["merge"] = f"'none' beside memory={self.memory!r}, or memory='error_feedback'"
+        if self.merge != "none" and self.momentum:
+            found["merge"] = "'none' beside momentum correction, in which what is sent is no part of the gradient"
+        if self.hierarchical and (self.merge != "none" or self.memory == "ef21"):
+            found["hierarchical"] = "False beside a merge or memory='ef21', which need a worker's own gradient"
+        if self.momentum and (self.memory != "error_feedback" or self.linear):
+            found["momentum"] = "0 beside a linear code or another memory than 'error_feedback'"
+        if self.linear and self.memory == "ef21":
+            found["memory"] = "'error_feedback' or 'none', since this code is linear"
+        if not self.momentum:
+            found |= {field: "it together with momentum=, of whose correction it is a part"
+                      for field in ("nesterov", "clip_norm", "weight_decay") if getattr(self, field)}
+        if self.eta != 1 and self.memory != "ef21":
+            found["eta"] = "1, or memory='ef21'"
+        return found
 
     def require(self, field: str, accepted: str, ok: Callable[[Any], bool]) -> None:
         """Raise a ValueError that names ``field``, its value and what is ``accepted``, unless ``ok(value)``."""
@@ -136,7 +179,7 @@ class Compressor:
         Arguments:
             role: "worker" for the state of one's own gradient, "owner" for that of a range one reduces for all.
         """
-        return {"residual": (info.numel,)} if self.memory == "error_feedback" else {}
+        return memory.of(self).shapes(info, role)
 
     @property
     def range_multiple(self) -> int:
@@ -218,6 +261,16 @@ class Compressor:
         return self.name + (":" + ",".join(knobs) if knobs else "")
 
     @property
+    def dense_steps(self) -> int:
+        """Steps in which everything goes uncompressed: the warm-up, and the one from which "ef21" starts."""
+        return max(self.warmup, int(self.memory == "ef21"))
+
+    @property
+    def averaging(self) -> int:
+        """Steps between two averagings of the parameters, 0 where there are none."""
+        return self.average_every or (AVERAGE_EVERY if self.merge != "none" else 0)
+
+    @property
     def stateful(self) -> bool:
         """Whether anything is kept between steps."""
         return bool(self.state_shapes(TensorInfo.whole("", (1,))))
@@ -244,6 +297,9 @@ class Compressor:
         if hasattr(parameters, "trainable_variables") or hasattr(parameters, "named_parameters"):
             raise ValueError(f"bind was given a model, a {type(parameters).__name__}; give it model.named_parameters() in PyTorch "
                              "and model.trainable_variables in TensorFlow")
+        if memory.of(self).active or self.averaging:
+            raise ValueError(f"{self.spec} can't be bound: Horovod's own optimizers have no place for momentum correction, ef21, "
+                             "merging and averaging; use hvd_quant's DistributedOptimizer or DistributedGradientTape")
         parameters = list(parameters)
         if not parameters:
             raise ValueError("bind was given no parameters; it takes model.named_parameters() in PyTorch and "

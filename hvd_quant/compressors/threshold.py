@@ -32,6 +32,7 @@ class Threshold(Compressor):
 
     name = "threshold"
     native = True
+    sparse = True
     tau: float
     capacity: float = 1 / 32
 

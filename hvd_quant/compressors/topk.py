@@ -31,6 +31,7 @@ class TopK(Compressor):
 
     name = "topk"
     native = True
+    sparse = True
     ratio: float = 0.01
     values: str = "float32"
 

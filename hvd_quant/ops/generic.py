@@ -165,6 +165,29 @@ def _finish_sum(out: Array, finite: bool, scale: float) -> Array:
     return out
 
 
+def copy(x: Array) -> Array:
+    """x in memory of its own."""
+    return array_namespace(x).asarray(x, copy=True)
+
+
+def clip_norm(grad: Array, limit: float, world: int) -> Array:
+    """The gradient, scaled down where its 2-norm is above ``limit`` / sqrt(``world``)."""
+    xp = array_namespace(grad)
+    if not size(grad):
+        return grad
+    largest = xp.max(xp.abs(grad))
+    largest = xp.where(largest > 0, largest, xp.ones_like(largest))
+    with _quiet():  # squares of what is at most 1 don't overflow
+        norm = largest * xp.sqrt(xp.sum((grad / largest) ** 2))
+        return grad * xp.clip(limit / math.sqrt(world) / norm, None, 1.0)
+
+
+def zero_where(sent: Array, x: Array) -> Array:
+    """x, and 0 where ``sent`` isn't."""
+    xp = array_namespace(x)
+    return xp.where(sent != 0, xp.zeros_like(x), x)
+
+
 def new_vector(numel: int, like: Array) -> Array:
     """An fp32 vector with undefined values, of the framework and device of ``like``."""
     return array_namespace(like).empty(numel, dtype=array_namespace(like).float32, device=device(like))

@@ -323,3 +323,25 @@ def divide_to_half(grad: tf.Tensor, world: Any) -> tf.Tensor:
 def widen(half: tf.Tensor, out: tf.Tensor | None = None) -> tf.Tensor:
     """half, as fp32."""
     return tf.cast(half, tf.float32)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+def copy(x: tf.Tensor) -> tf.Tensor:
+    """x; tensors don't change."""
+    return x
+
+
+def clip_norm(grad: tf.Tensor, limit: float, world: Any) -> tf.Tensor:
+    """The gradient, scaled down where its 2-norm is above ``limit`` / sqrt(``world``)."""
+    if grad.shape.num_elements() == 0:
+        return grad
+    largest = tf.reduce_max(tf.abs(grad))
+    largest = tf.where(largest > 0, largest, tf.ones_like(largest))
+    norm = largest * tf.sqrt(tf.reduce_sum((grad / largest) ** 2))  # squares of what is at most 1 don't overflow
+    return grad * tf.minimum(tf.cast(limit / tf.sqrt(tf.cast(world, tf.float64)), tf.float32) / norm, 1.0)
+
+
+def zero_where(sent: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """x, and 0 where ``sent`` isn't."""
+    return tf.where(sent != 0, tf.zeros_like(x), x)

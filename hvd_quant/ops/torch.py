@@ -15,8 +15,8 @@ import torch
 from hvd_quant import wire
 from hvd_quant.ops import generic
 from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor finds the same names on every backend
-    BLOCK, UNIT, accumulate, add_up, as_floats, divide, divide_to_half, new_vector, onebit_body_bytes, pack, pack_bits,
-    restore, sample, slots_for, sparse_body_bytes, units_of, unpack, unpack_bits, widen, without_flags)
+    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copy, divide, divide_to_half, new_vector, onebit_body_bytes, pack,
+    pack_bits, restore, sample, slots_for, sparse_body_bytes, units_of, unpack, unpack_bits, widen, without_flags, zero_where)
 
 Tensor = torch.Tensor
 
