@@ -148,8 +148,8 @@ class Compressor:
             found["merge"] = f"'none' beside memory={self.memory!r}, or memory='error_feedback'"
         if self.merge != "none" and self.momentum:
             found["merge"] = "'none' beside momentum correction, in which what is sent is no part of the gradient"
-        if self.hierarchical and (self.merge != "none" or self.memory == "ef21"):
-            found["hierarchical"] = "False beside a merge or memory='ef21', which need a worker's own gradient"
+        if self.hierarchical and (self.merge != "none" or self.memory == "ef21" or self.momentum):
+            found["hierarchical"] = "False beside a merge, momentum correction or memory='ef21', which go by a worker's own gradient"
         if self.momentum and (self.memory != "error_feedback" or self.linear):
             found["momentum"] = "0 beside a linear code or another memory than 'error_feedback'"
         if self.linear and self.memory == "ef21":

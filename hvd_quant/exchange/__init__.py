@@ -24,7 +24,7 @@ def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
     Raises:
         ValueError: if what one collective moves would not fit into the 32-bit counts of MPI.
     """
-    if info.world == 1 or info.step < compressor.warmup or not compressible(compressor, info):
+    if info.world == 1 or info.step < compressor.dense_steps or not compressible(compressor, info):
         return "dense"
     exchange = compressor.exchange
     if exchange == "auto":

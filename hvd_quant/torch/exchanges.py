@@ -16,7 +16,8 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import wire
-from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors import Compressor, TensorInfo, memory
+from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
@@ -60,13 +61,17 @@ class Cargo:
         info: what is known of the whole tensor at this step.
         grad: the gradient; after the flight, the reduced one, in the same memory.
         flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
+        memory: what is made of it before it is encoded.
     """
 
     def __init__(self, slot: Any, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
         self.slot, self.info, self.grad, self._version = slot, info, grad, version
         self.compressor: Compressor = slot.travels
         self.error: Exception | None = None
-        self._encoded: list[tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor, TensorInfo]] = []
+        self.memory = memory.of(slot.compressor)
+        self._kept: dict[str, torch.Tensor] = {}  # what becomes of the state once the exchange is over
+        self._encoded: list[Encoded] = []
+        self._own: list[Encoded] = []  # of those, what was encoded of this worker's own gradient
 
     def flatten(self) -> torch.Tensor:
         self.flat = self.grad.detach().contiguous().view(-1).float()
@@ -108,19 +113,40 @@ class Cargo:
 
     # ------------------------------------------------------------------------------------- memory, encode, decode, undo
 
-    def take_back(self, places: int) -> None:
-        """Add to the gradient what was kept of earlier ones, since it travels uncompressed now.
+    def uncompressed(self, workers: Workers) -> torch.Tensor:
+        """What travels where nothing is compressed: the gradient as it is, or what memory makes of it and what was kept of earlier
+        ones, as a flat fp32 vector of its own."""
+        kept = self.slot.state.get("residual") if self.slot.kept else None
+        if kept is None and not self.memory.active:
+            return self.grad.detach().contiguous()
+        vector = self._prepared(self.flatten(), workers.all.size(), dense=True).clone()
+        if kept is not None:
+            first, last = self.slot.piece
+            vector[first:last].add_(kept, alpha=workers.local[1])  # of a host's workers, which are averaged otherwise
+            self._kept["residual"] = torch.zeros(1, device=kept.device).expand(kept.shape)
+        return vector
 
-        Arguments:
-            places: the workers of this host that are averaged where it travels compressed.
-        """
-        flat = self.flatten()
-        first, last = self.slot.piece
-        residual = self.slot.state["residual"]
-        flat[first:last].add_(residual, alpha=places)
-        residual.zero_()
-        self.land(flat)
-        self._version = self.grad._version
+    def landed_uncompressed(self, total: torch.Tensor, op: int, world: int) -> None:
+        """Bring what was reduced of :meth:`uncompressed` into the gradient, and let the state become what follows from it. A step
+        with a value that is not finite leaves no trace there."""
+        if self._kept and torch.isfinite(total).all():
+            mean = total if op == Average else total / world
+            mean = self._settle(None, mean.view(-1))
+            total = mean if op == Average else mean * world
+            self.slot.kept = False
+        self.land(total)
+
+    def _prepared(self, flat: torch.Tensor, world: int, dense: bool = False) -> torch.Tensor:
+        parameter = self.slot.parameter.detach().reshape(-1).float() if self.memory.active else None
+        vector, self._kept = self.memory.prepare(ops, flat, self.slot.worker_state, parameter, world, dense)
+        return vector
+
+    def _settle(self, sent: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
+        state = self.slot.worker_state
+        mean, kept = self.memory.settle(ops, state, self._kept, sent, mean)
+        for key in kept.keys() & state.keys():
+            state[key].copy_(kept[key])
+        return mean
 
     def cut(self, workers: Workers, scatter: bool) -> None:
         """Decide which entries travel from whom: ``cuts[i][j]`` is what worker j of those that exchange with the i-th worker
@@ -144,12 +170,14 @@ class Cargo:
         try:
             if self.error is not None:
                 raise self.error
-            params = self.compressor.measure(ops, self.flat[first:last], state, self.info.part(first, last))
+            vector = self._prepared(self.flat[first:last], self.info.world)
+            params = self.compressor.measure(ops, vector, state, self.info.part(first, last))
             for a, b in cuts:
                 part = {key: v[a - first:b - first] if v.shape == (last - first,) else v for key, v in state.items()}
-                self._encode(self.flat[a:b], part, params, self.info.part(a, b))
+                self._encode(vector[a - first:b - first], part, params, self.info.part(a, b))
+            self._own = list(self._encoded)
             self.slot.kept = True
-            return [payload for _, _, payload, _ in self._encoded]
+            return [one.payload for one in self._own]
         except Exception as error:
             self.undo()
             self.error = error
@@ -182,8 +210,8 @@ class Cargo:
         payload = self.compressor.encode(ops, vector, state, params, info)
         if not (isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8 and payload.dim() == 1):
             raise TypeError(f"{self.compressor.name}.encode returned {_kind(payload)}, expected a 1-D uint8 tensor")
-        self._encoded.append((vector, state, payload.contiguous(), info))
-        return self._encoded[-1][2]
+        self._encoded.append(Encoded(vector, state, payload.contiguous(), info))
+        return self._encoded[-1].payload
 
     def _failure(self, numel: int, rank: int, reason: str) -> torch.Tensor:
         return torch.from_numpy(wire.failure(self.compressor.name, numel, rank, reason)).to(self.grad.device)
@@ -218,6 +246,40 @@ class Cargo:
         for (a, b), same in itertools.groupby(arrived, key=lambda one: one[0].range):
             payloads = [(info, payload) for info, payload, _ in same]
             decode(ops, [payload for _, payload in payloads], payloads[0][0], self.flat[a:b])
+
+    def local_part(self, factor: float) -> torch.Tensor | None:
+        """What is added of this worker's own gradient to the reduced one, or None; to be asked before that is decoded."""
+        merge = self.slot.compressor.merge
+        if merge == "none":
+            return None
+        kept = self.slot.state["residual"]
+        part = local_part(merge, self.flat, self._sent() if merge == "replace" else None, kept, factor)
+        if merge == "error":
+            kept.zero_()
+        return part
+
+    def settle(self) -> None:
+        """Let the state become what follows from the mean, which ``flat`` holds, and the mean what memory makes of it."""
+        if self.memory.active:
+            mean = self._settle(self._sent(), self.flat)
+            if mean is not self.flat:
+                self.flat.copy_(mean)
+
+    def _sent(self) -> torch.Tensor:
+        """What this worker's own payloads decode to."""
+        sent = ops.new_vector(self.info.numel, self.flat)
+        for one in self._own:
+            self.compressor.decode_sum(ops, [ops.without_flags(one.payload)], one.info, sent[slice(*one.info.range)])
+        return sent
+
+
+class Encoded(NamedTuple):
+    """What was encoded: a vector with its state, into a payload."""
+
+    vector: torch.Tensor
+    state: dict[str, torch.Tensor]
+    payload: torch.Tensor
+    info: TensorInfo
 
 
 class Flight:
@@ -319,7 +381,7 @@ def dense(flight: Flight) -> Route:
     cargo = flight.cargo
     with flight.timed("encode"):
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        given = [one.grad.detach().contiguous() for one in cargo]
+        given = [one.uncompressed(flight.workers) for one in cargo]
         wide = [grad.float() if grad.element_size() == 2 else grad for grad in given]
         vector = wide[0] if len(wide) == 1 else torch.cat([grad.view(-1) for grad in wide])
     for one, grad in zip(cargo, wide):
@@ -332,7 +394,7 @@ def dense(flight: Flight) -> Route:
         one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
     with flight.timed("decode"):
         for one, part in zip(cargo, vector.view(-1).split([grad.numel() for grad in wide])):
-            one.land(part)
+            one.landed_uncompressed(part, flight.op, flight.workers.all.size())
 
 
 def allreduce(flight: Flight) -> Route:
@@ -340,7 +402,9 @@ def allreduce(flight: Flight) -> Route:
     cargo, world = flight.cargo, flight.workers.all.size()
     results = [one.flatten() for one in cargo]
     at = {"rank": flight.workers.all.rank(), "world": world}  # with hierarchical exchange, payloads travel among fewer
-    codes = [one.compressor.rounds(ops, one.flat, one.slot.worker_state, one.info.at(**at), one.flat) for one in cargo]
+    given = [one.uncompressed(flight.workers).view(-1).float() if one.compressor.memory == "none" else one.flat for one in cargo]
+    codes = [one.compressor.rounds(ops, vector, one.slot.worker_state, one.info.at(**at), one.flat)
+             for one, vector in zip(cargo, given)]
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(cargo)))
     number = 0
     while True:
@@ -367,7 +431,7 @@ def allreduce(flight: Flight) -> Route:
         number += 1
     with flight.timed("decode"):
         for one, result in zip(cargo, results):
-            one.land(result.mul_(world) if flight.op == Sum else result)
+            one.landed_uncompressed(result.mul_(world) if flight.op == Sum else result, flight.op, world)
 
 
 def compressed(flight: Flight) -> Route:
@@ -382,6 +446,7 @@ def compressed(flight: Flight) -> Route:
     """
     cargo, workers, scatter = flight.cargo, flight.workers, flight.kind == "sra"
     rank, world = workers.across.rank(), workers.across.size()
+    factor = 1 if flight.op == Average else world
     place, places = workers.local
     with flight.timed("encode"):
         for one in cargo:
@@ -448,14 +513,20 @@ def compressed(flight: Flight) -> Route:
                 # Nothing was received for this tensor, so nothing may leave the residuals.
                 one.undo()
                 flight.stats.void_tensors += 1
+            local = None if void else one.local_part(factor)
+            as_mean = scatter or one.memory.active or flight.op == Average
             try:
-                one.decode(payloads, mean=not scatter and flight.op == Average)
+                one.decode(payloads, mean=as_mean and not scatter)
             except wire.PayloadError as error:
                 raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
             if void:
                 one.flat.fill_(float("nan"))
-            elif flight.op != Average and (scatter or places > 1):
-                one.flat.mul_(places * world if scatter else places)
+            else:
+                one.settle()
+                if flight.op != Average and (as_mean or places > 1):
+                    one.flat.mul_(places * world if as_mean else places)
+                if local is not None:
+                    one.flat.add_(local)
             one.land(one.flat)
 
 

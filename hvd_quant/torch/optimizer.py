@@ -17,6 +17,7 @@ from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
+from hvd_quant.torch.averaging import average_parameters
 from hvd_quant.torch.exchanges import Sparse, sparse_bytes
 from hvd_quant.torch.reducer import Reducer
 from hvd_quant.torch.stock import Bound
@@ -81,6 +82,9 @@ def DistributedOptimizer(
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
+        if wrapped._reducer.corrects_momentum and any(map(_momentum_of, optimizer.param_groups)):
+            warnings.warn(f"{type(optimizer).__name__} has a momentum of its own, and compression={_spec(compression)} adds another "
+                          "to the gradients: use an optimizer without, such as SGD with momentum=0", stacklevel=2)
         return wrapped
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
@@ -98,6 +102,10 @@ def DistributedOptimizer(
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
     return wrapped
+
+
+def _momentum_of(group: dict[str, Any]) -> float:
+    return group.get("momentum", 0) or next(iter(group.get("betas", ())), 0)
 
 
 def _spec(compression: Compressor | Mapping[str, Any]) -> str:
@@ -190,6 +198,10 @@ class _Compressed:
             if p in self._requires_update:
                 self._ordered.append(p)
                 self._reducer.add(self._parameter_names[p], p, index)
+            elif size() == 1 and p.requires_grad and select(self._parameter_names[p]).momentum:
+                # Horovod leaves one worker's gradients alone, but momentum is part of training with one worker too.
+                self._ordered.append(p)
+                self._reducer.add(self._parameter_names[p], p, index)
         # Horovod makes a group of each parameter that is in none.
         self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
@@ -254,6 +266,16 @@ class _Compressed:
         if given:
             self._reducer.stats.steps += 1
         self._synchronized = True
+
+    def step(self, closure=None):
+        result = _Stock.step(self, closure)
+        average_parameters(self._reducer.to_average(), self.process_set)
+        return result
+
+    def average_parameters(self):
+        """Set the parameters that differ between workers, because of a compressor's ``merge``, to their means, as is to be done
+        before evaluation and checkpoints. All workers call this together."""
+        average_parameters(self._reducer.to_average(all=True), self.process_set)
 
     def _given(self, p):
         """Whether the last of a parameter's backward passes is done."""

@@ -15,7 +15,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant import exchange
-from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.exchange import buckets, cost
 from hvd_quant.exchange.checkpoint import check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
@@ -44,6 +44,7 @@ class Slot:
         piece: (first, one past last) entry of what this worker encodes; all but with hierarchical exchange.
         owned: (first, one past last) entry of what it reduces for all, where it does.
         step: exchanges so far.
+        averaged: exchanges until its parameter was averaged last.
         travels: as what it travels: ``compressor`` with one exchange, or fp16 or none where that is faster.
         kept: whether the state may hold a part of a gradient.
         resumed: as what it travelled when a checkpoint was written, from which training is to go on bit for bit.
@@ -57,6 +58,7 @@ class Slot:
     piece: tuple[int, int]
     owned: tuple[int, int] = (0, 0)
     step: int = 0
+    averaged: int = 0
     travels: Compressor = _NONE
     kept: bool = False
     resumed: Compressor | None = None
@@ -134,9 +136,9 @@ class Reducer:
                             "leave it out of the optimizer, or use compression='none'")
         info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
         self._workers(compressor)  # all workers are here when they wrap their optimizers
-        if network.ELASTIC and compressor.warmup:
+        if network.ELASTIC and compressor.dense_steps:
             raise ValueError(f"{compressor.spec}: a worker that joins an elastic job has not counted the others' steps, so it can't "
-                             "know when their warm-up ends; use warmup=0 there")
+                             "know when their warm-up ends; use warmup=0 there, and error feedback as memory")
         self._slots[name] = Slot(p, compressor, info, index, {}, (0, info.numel))
 
     # ------------------------------------------------------------------------------------------------- from the hooks
@@ -284,9 +286,6 @@ class Reducer:
             kind = self._kind(slot, info)
             slot.step += 1
             cargo = Cargo(slot, info, grad, version)
-            if slot.kept and "residual" in slot.state and kind in ("dense", "allreduce"):
-                cargo.take_back(self._workers(slot.compressor).local[1])
-                slot.kept = False
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
             else:  # MPI's counts limit what one collective moves
@@ -367,7 +366,7 @@ class Reducer:
                     self._make_room(slot)
 
     def _decide(self, compressor: Compressor, slots: list[Slot]) -> Compressor:
-        infos = [self._typical(slot, self._info(slot).at(step=compressor.warmup)) for slot in slots]
+        infos = [self._typical(slot, self._info(slot).at(step=compressor.dense_steps)) for slot in slots]
         # An elastic job that starts with one worker may get more.
         infos = [info.at(world=max(2, info.world)) for info in infos]
         infos = [info for info in infos if exchange.compressible(compressor, info)]
@@ -405,13 +404,13 @@ class Reducer:
         """Allocate what is missing, and take in what was kept for a range that this worker no longer owns."""
         info, coder = self._info(slot), slot.compressor if slot.travels.name == "none" else slot.travels
         # After the warm-up state is needed, also where an elastic job starts with one worker.
-        if not exchange.compressible(coder, self._typical(slot, info.at(world=max(2, info.world)))):
-            return
+        compressible = exchange.compressible(coder, self._typical(slot, info.at(world=max(2, info.world))))
         place, places = self._workers(slot.compressor).local
         first, last = slot.piece = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)[place]
-        shapes = slot.compressor.state_shapes(info.part(first, last))
+        piece = info.part(first, last)
+        shapes = slot.compressor.state_shapes(piece) if compressible else memory.of(slot.compressor).always(info)
         owned = (0, 0)
-        if slot.travels.exchange == "sra" and info.world > 1:
+        if compressible and slot.travels.exchange == "sra" and info.world > 1:
             owned = self._range_of(slot, info)
             of_owner = slot.compressor.state_shapes(info.part(*owned), role="owner")
             shapes |= {OWNER + key: shape for key, shape in of_owner.items()}
@@ -439,7 +438,8 @@ class Reducer:
         self.plan()
         state = saved(self._slots, torch.clone, **self._whose())
         for name, slot in self._slots.items():
-            state["tensors"][name] |= {"travels": slot.travels.spec, "piece": list(slot.piece), "owned": list(slot.owned)}
+            state["tensors"][name] |= {"travels": slot.travels.spec, "piece": list(slot.piece), "owned": list(slot.owned),
+                                              "averaged": slot.averaged}
         return state
 
     def _whose(self) -> dict[str, int | None]:
@@ -471,6 +471,7 @@ class Reducer:
         for slot, step, values in restored(state, self._slots, **self._whose()):
             slot.step, slot.kept = step, bool(values)
             kept = found.get(slot.info.name, {})
+            slot.averaged = kept.get("averaged", 0)
             same = kept.get("compressor") == slot.compressor.spec
             goes_on = same and kept.get("travels", "none") != "none" and not network.ELASTIC
             slot.resumed = get_compressor(kept["travels"]) if goes_on else None
@@ -480,8 +481,25 @@ class Reducer:
 
     def residual_norms(self) -> dict[str, float]:
         """The 2-norm of what is kept of each parameter's gradients, an owner's included."""
-        return {name: sum(float(value.double().square().sum()) for value in slot.state.values()) ** 0.5
-                for name, slot in self._slots.items() if slot.state}
+        kept = {name: [value for key, value in slot.state.items() if key.endswith("residual")] for name, slot in self._slots.items()}
+        return {name: sum(float(value.double().square().sum()) for value in values) ** 0.5 for name, values in kept.items() if values}
+
+    @property
+    def corrects_momentum(self) -> bool:
+        return any(slot.compressor.momentum for slot in self._slots.values())
+
+    def to_average(self, all: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """The parameters whose values are to be averaged over the workers now, as their compressors' ``average_every`` says, and
+        as many workers take it; what is returned counts as averaged.
+
+        Arguments:
+            all: those that may differ between workers, however long ago they were averaged.
+        """
+        due = [slot for slot in self._slots.values() if slot.compressor.averaging
+               and slot.step - slot.averaged >= (1 if all else slot.compressor.averaging)]
+        for slot in due:
+            slot.averaged = slot.step
+        return [(slot.info.name, slot.parameter) for slot in due]
 
 
 def _is_open(compressor: Compressor, world: int) -> bool:

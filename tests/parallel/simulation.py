@@ -1,0 +1,221 @@
+"""Training schemes on n workers in one process, from their formulas, in NumPy. Nothing here comes from hvd_quant.
+
+A tensor has at most 4,096 entries, so that the codes that sample see all of them, and codes that drop entries are not cut into
+ranges, whose capacities would come in.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+NEAR = 1e-5
+"""An entry that is this near to a decision may fall either way, by the rounding of a mean that went before."""
+
+
+class NearADecision(Exception):
+    """Other numbers have to be drawn."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What is simulated; the names are those of the knobs."""
+
+    code: str
+    ratio: float = 0.1
+    tau: float = 0.5
+    block: int = 64
+    memory: str = "error_feedback"
+    warmup: int = 0
+    merge: str = "none"
+    average_every: int = 0
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float = 0.0
+    weight_decay: float = 0.0
+    eta: float = 1.0
+    exchange: str = "allgather"
+
+    @property
+    def spec(self):
+        knobs = {"onebit": {"block_size": self.block}, "topk": {"ratio": self.ratio}, "threshold": {"tau": self.tau, "capacity": 1.0},
+                 "adaptive": {"ratio": self.ratio}}[self.code]
+        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+                  if f.name not in ("code", "ratio", "tau", "block") and (getattr(self, f.name) != f.default or f.name == "exchange")}
+        return f"{self.code}:min_numel=0," + ",".join(f"{k}={v}" for k, v in (knobs | common).items())
+
+
+def topk(v, ratio):
+    """The ratio of the entries that is largest."""
+    order = np.sort(abs(v))[::-1]
+    kept = math.ceil(ratio * v.size)
+    require_clear(order[kept - 1] - order[kept:kept + 1])
+    return np.where(abs(v) > order[kept], v, 0) if kept < v.size else v
+
+
+def threshold(v, tau):
+    require_clear(abs(v) - np.float32(tau))
+    return np.where(v >= np.float32(tau), np.float32(tau), np.where(v <= -np.float32(tau), -np.float32(tau), np.float32(0)))
+
+
+def adaptive(v, ratio):
+    """The ratio of each sign's entries that is largest, as that sign's mean."""
+    out = np.zeros_like(v)
+    for sign in (1, -1):
+        order = np.sort((sign * v)[sign * v > 0])[::-1]
+        kept = max(1, math.ceil(ratio * order.size))
+        require_clear(order[kept - 1] - order[kept:kept + 1])
+        chosen = sign * v >= order[kept - 1]
+        out[chosen] = v[chosen].mean(dtype=np.float64)
+    return out
+
+
+def onebit(v, block):
+    """The mean of each block's entries of one sign."""
+    require_clear(v)
+    out = np.empty_like(v)
+    for i in range(0, v.size, block):
+        part = v[i:i + block]
+        for chosen in (part >= 0, part < 0):
+            out[i:i + block][chosen] = part[chosen].mean(dtype=np.float64) if chosen.any() else 0
+    return out
+
+
+def require_clear(distance):
+    if np.any(abs(distance) < NEAR):
+        raise NearADecision
+
+
+class Simulation:
+    """The workers' gradients of one tensor, step by step.
+
+    Arguments:
+        index: the tensor's place among the tensors, which decides who owns which range.
+    """
+
+    def __init__(self, scheme, numel, workers, index, summed=False):
+        self.scheme, self.n, self.summed, self.step = scheme, workers, summed, 0
+        names = ("residual", "velocity", "estimate", "mean", "average")
+        self.states = [{name: np.zeros(numel, np.float32) for name in names} for _ in range(workers)]
+        blocks, bounds = -(-numel // scheme.block), [0]
+        for i in range(workers):
+            bounds.append(min(numel, bounds[-1] + scheme.block * (blocks // workers + (i < blocks % workers))))
+        self.ranges = [slice(bounds[(r + index) % workers], bounds[(r + index) % workers + 1]) for r in range(workers)]
+        self.owned = [np.zeros(range_.stop - range_.start, np.float32) for range_ in self.ranges]
+
+    def code(self, v):
+        s = self.scheme
+        return {"topk": lambda: topk(v, s.ratio), "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
+                "adaptive": lambda: adaptive(v, s.ratio)}[s.code]()
+
+    def mean(self, vectors):
+        """Added up in the order of ranks, times the fp32 value of 1 / n."""
+        total = np.zeros_like(vectors[0])
+        for vector in vectors:
+            total += vector
+        return total * np.float32(1 / self.n)
+
+    def exchange(self, sent):
+        """What all get of what each has sent."""
+        if self.scheme.exchange == "allgather":
+            return self.mean(sent)
+        out = np.empty_like(sent[0])
+        for range_, residual in zip(self.ranges, self.owned):
+            v = self.mean([vector[range_] for vector in sent]) + residual
+            out[range_] = self.code(v) if v.size else v
+            residual[:] = v - out[range_]
+        return out
+
+    def reduce(self, gradients, parameters):
+        """What each worker's optimizer gets."""
+        s, f = self.scheme, np.float32
+        dense = self.step < s.warmup or s.memory == "ef21" and self.step == 0
+        given = []
+        for g, p, state in zip(gradients, parameters, self.states):
+            if s.momentum:
+                if s.clip_norm:
+                    norm = math.sqrt(np.square(g, dtype=np.float64).sum())
+                    g = g * f(min(1.0, s.clip_norm / math.sqrt(self.n) / norm))
+                g = g + f(s.weight_decay) * p
+                if s.nesterov:
+                    state["velocity"] = f(s.momentum) * (state["velocity"] + g)
+                    g = state["velocity"] + g
+                else:
+                    g = state["velocity"] = f(s.momentum) * state["velocity"] + g
+            if s.memory == "ef21" and s.eta != 1:
+                g = state["average"] = g if dense else f(1 - s.eta) * state["average"] + f(s.eta) * g
+            given.append(g)
+        self.step += 1
+        factor = self.n if self.summed else 1
+        if dense:
+            mean = np.mean(given, axis=0, dtype=np.float64).astype(f)
+            for g, state in zip(given, self.states):
+                if s.memory == "ef21":
+                    state["estimate"], state["mean"] = g, mean
+            return [mean * f(factor)] * self.n
+        sent = []
+        for g, state in zip(given, self.states):
+            if s.memory == "error_feedback":
+                v = g + state["residual"]
+                sent.append(self.code(v))
+                state["residual"] = v - sent[-1]
+            else:
+                sent.append(self.code(g - state["estimate"]))
+        mean = self.exchange(sent)
+        results = []
+        for g, state, own in zip(gradients, self.states, sent):
+            if s.memory == "ef21":
+                state["estimate"] = state["estimate"] + own
+                state["mean"] = state["mean"] + mean
+                results.append(state["mean"] * f(factor))
+                continue
+            if s.momentum and s.code != "onebit":  # which sends something of every entry
+                state["velocity"] = np.where(own != 0, f(0), state["velocity"])
+            local = {"none": f(0), "sum": g, "replace": g - own, "error": state["residual"]}[s.merge]
+            results.append(mean * f(factor) + local * f(factor))
+            if s.merge == "error":
+                state["residual"] = np.zeros_like(g)
+        return results
+
+
+SCHEMES = [
+    Scheme(code="topk"), Scheme(code="onebit"), Scheme(code="threshold"), Scheme(code="adaptive"),
+    Scheme(code="onebit", exchange="sra"), Scheme(code="topk", memory="none"),
+    Scheme(code="topk", momentum=0.9), Scheme(code="topk", momentum=0.9, nesterov=True, warmup=3),
+    Scheme(code="adaptive", momentum=0.5, clip_norm=20.0, weight_decay=0.01),
+    Scheme(code="onebit", momentum=0.9, exchange="sra"),
+    Scheme(code="topk", memory="ef21"), Scheme(code="onebit", memory="ef21", eta=0.25, warmup=3),
+    Scheme(code="onebit", memory="ef21", exchange="sra"),
+    *(Scheme(code="topk", merge=merge, average_every=6) for merge in ("sum", "replace", "error")),
+    Scheme(code="onebit", merge="replace", exchange="sra", average_every=5, warmup=2),
+    Scheme(code="threshold", merge="error", average_every=7),
+]
+
+
+def train(scheme, shapes, workers, steps, summed=False, lr=0.1):
+    """Plain SGD of all workers from the same start, on gradients whose numbers are drawn until none is near a decision.
+
+    Returns:
+        Of each step and worker, the tensors' gradients, what the optimizer got, and the parameters after it, by name; and the
+        simulations by name.
+    """
+    for seed in range(100):
+        try:
+            random = np.random.default_rng(seed)
+            simulations = {name: Simulation(scheme, math.prod(shape), workers, i, summed) for i, (name, shape) in enumerate(shapes.items())}
+            parameters = {name: [np.zeros(math.prod(shape), np.float32)] * workers for name, shape in shapes.items()}
+            history = []
+            for step in range(1, steps + 1):
+                gradients = {name: [random.normal(size=math.prod(shape)).astype(np.float32) for _ in range(workers)]
+                             for name, shape in shapes.items()}
+                results = {name: simulations[name].reduce(gradients[name], parameters[name]) for name in shapes}
+                for name in shapes:
+                    parameters[name] = [p - np.float32(lr) * r for p, r in zip(parameters[name], results[name])]
+                    if scheme.average_every and step % scheme.average_every == 0:
+                        mean = np.mean(parameters[name], axis=0, dtype=np.float64).astype(np.float32)
+                        parameters[name] = [mean] * workers
+                history.append((gradients, results, parameters.copy()))
+            return history, simulations
+        except NearADecision:
+            continue
+    raise AssertionError(f"{scheme}: every seed has an entry near a decision")

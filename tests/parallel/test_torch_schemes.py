@@ -1,0 +1,142 @@
+"""Memories and merges, on several workers: the same as a simulation from the formulas, and what else can be told of them."""
+
+import copy
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import hvd_quant.torch as hvd
+from hvd_quant import get_compressor
+from tests.parallel import simulation
+from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, flat, network, on_all, train, wrap
+
+SHAPES = {"matrix": (30, 41), "vector": (700,)}
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+@pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda scheme: scheme.spec)
+def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
+    lr = 0.1 if op == hvd.Average else 0.1 / WORLD
+    history, simulations = simulation.train(scheme, SHAPES, WORLD, 20, op == hvd.Sum, lr)
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=lr), parameters.items(), scheme.spec, op=op)
+    exact = scheme == simulation.Scheme(code="topk") and op == hvd.Average
+    for gradients, results, after in history:
+        for name, p in parameters.items():
+            p.grad = torch.from_numpy(gradients[name][RANK].copy()).view(p.shape)
+        optimizer.step()
+        for name, p in parameters.items():
+            scale = abs(results[name][RANK]).max()
+            np.testing.assert_allclose(p.grad.view(-1), results[name][RANK], rtol=0, atol=0 if exact else 2e-6 * scale)
+            np.testing.assert_allclose(p.detach().view(-1), after[name][RANK], rtol=0, atol=4e-6 * scale)
+    state = optimizer.compression_state_dict()["tensors"]
+    for name, simulated in simulations.items():
+        expected = simulated.states[RANK] | {"owner.residual": simulated.owned[RANK]}
+        for key, value in state[name]["state"].items():
+            np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-5, err_msg=f"{key} of {name}")
+
+
+KEPT = ["topk:ratio=0.1,momentum=0.9", "topk:ratio=0.1,momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.01,warmup=2",
+        "onebit:memory=ef21,warmup=2", "onebit:memory=ef21,eta=0.5,exchange=sra", "topk:ratio=0.1,merge=replace,average_every=4",
+        "onebit:merge=error,average_every=100"]
+each = pytest.mark.parametrize("spec", KEPT)
+
+
+def wrapped(spec, min_numel=0, **kwargs):
+    model = network()
+    compressor = get_compressor(f"{spec},min_numel={min_numel}")
+    return model, wrap(model, compressor, torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
+
+
+def snapshot(optimizer):
+    return {(name, key): value for name, slot in copy.deepcopy(optimizer.compression_state_dict())["tensors"].items()
+            for key, value in slot["state"].items()}
+
+
+@each
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("min_numel", [0, 10**6], ids=["compressed", "dense"])
+def test_a_step_that_is_not_finite_leaves_no_trace(spec, steps, min_numel):
+    model, optimizer = wrapped(spec, min_numel)
+    train(model, optimizer, range(steps))
+    before = snapshot(optimizer)
+    optimizer.zero_grad()
+    x = torch.randn(8, 30) * (math.nan if RANK == WORLD - 1 else 1)
+    ((model(x) - x) ** 2).mean().backward()
+    optimizer.synchronize()
+    assert all(torch.isnan(p.grad).all() for p in model.parameters())
+    for key, value in snapshot(optimizer).items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0 if "residual" not in key[1] else 1e-5, msg=str(key))
+
+
+@each
+def test_training_resumes_bit_for_bit(spec, tmp_path):
+    model, optimizer = wrapped(spec)
+    train(model, optimizer, range(7))
+    torch.save({"compression": optimizer.compression_state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "own.pt")
+    resumed, optimizer_of_resumed = wrapped(spec)
+    resumed.load_state_dict(model.state_dict())
+    state = torch.load(tmp_path / "own.pt", weights_only=True)
+    optimizer_of_resumed.load_state_dict(state["optimizer"])
+    optimizer_of_resumed.load_compression_state_dict(state["compression"])
+    train(model, optimizer, range(7, 14))
+    train(resumed, optimizer_of_resumed, range(7, 14))
+    assert torch.equal(flat(model), flat(resumed))
+
+
+def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
+    """Small tensors, all tensors in the warm-up, and those of one worker alone."""
+    for spec, min_numel, nesterov in (("topk:momentum=0.9", 10**6, False), ("topk:momentum=0.9,nesterov=true,warmup=9", 0, True)):
+        model, optimizer = wrapped(spec, min_numel)
+        train(model, optimizer, range(5))
+        other = network()
+        train(other, wrap(other, "none", torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)), range(5))
+        torch.testing.assert_close(flat(model), flat(other), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("merge", ["sum", "replace", "error"])
+def test_parameters_differ_until_they_are_averaged(merge):
+    model, optimizer = wrapped(f"topk:ratio=0.05,merge={merge},average_every=4")
+
+    def same():
+        rows = on_all(flat(model))
+        return torch.equal(rows, rows[:1].expand_as(rows))
+
+    seen = []
+    for i in range(9):
+        train(model, optimizer, [i])
+        seen.append(same())
+    assert seen == [False, False, False, True] * 2 + [False]
+    mean = on_all(flat(model)).mean(0)
+    optimizer.average_parameters()
+    torch.testing.assert_close(flat(model), mean)
+    assert same()
+    values = flat(model)
+    optimizer.average_parameters()  # nothing is left to do
+    assert torch.equal(values, flat(model))
+
+
+def test_parameters_that_are_the_same_are_not_sent():
+    model, optimizer = wrapped("topk:ratio=0.05")
+    train(model, optimizer, range(2))
+    assert not optimizer._reducer.to_average(all=True)
+    assert_same_everywhere(flat(model))
+
+
+def test_a_second_momentum_is_warned_about():
+    for optimizer in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p)):
+        model = network()
+        with pytest.warns(UserWarning, match="has a momentum of its own, and compression=topk:momentum=0.9 adds another"):
+            wrap(model, "topk:momentum=0.9", optimizer(model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped("topk:momentum=0.9")
+
+
+@each
+def test_what_horovods_optimizer_has_no_place_for_is_refused(spec):
+    with pytest.raises(ValueError, match="Horovod's own optimizers have no place for momentum correction, ef21, merging"):
+        get_compressor(spec).bind(network().named_parameters())
