@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_quant import wire
-from hvd_quant.compressors.base import Compressor, TensorInfo, is_number
+from hvd_quant.compressors.base import TensorInfo
+from hvd_quant.compressors.schedule import Scheduled
 from hvd_quant.ops import layout
 from hvd_quant.registry import register
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Adaptive(Compressor):
+class Adaptive(Scheduled):
     """A fixed proportion of the entries, chosen by sign, sent as signs and means; about 1/180 of fp32 at the default ratio.
 
     From a sample of v = g + e, tau+ is the threshold that keeps ``ratio`` of the positive entries and tau- the one that
@@ -27,16 +28,13 @@ class Adaptive(Compressor):
 
     Arguments:
         ratio: the proportion that is kept; the paper's default drops 98.4375 %.
+        schedule, schedule_steps: how that is reached; see :class:`hvd_quant.compressors.schedule.Scheduled`.
     """
 
     name = "adaptive"
     native = True
     sparse = True
     ratio: float = 1 / 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("ratio", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
 
     @property
     def range_multiple(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -229,6 +230,33 @@ class Compressor:
         total *= np.float32(1 / info.world).item()
         return total
 
+    @property
+    def across_tensors(self) -> bool:
+        """Whether :meth:`between_steps` has something to do. What it needs is there from :meth:`state_shapes`."""
+        return False
+
+    def between_steps(self, ops: Any, slots: list[tuple[TensorInfo, Mapping[str, Array]]]) -> Any:
+        """What is decided for several tensors together, once after each step and for the next one; nothing is exchanged.
+
+        It is that of the next step's stage (:meth:`at`) which is called.
+
+        Arguments:
+            slots: what :meth:`encode` had of each tensor that has state with this compressor as a worker: the record of the
+                entries that it encodes, as one range, and the state.
+
+        Returns:
+            In a graph, what is done when the state is written.
+        """
+        return None
+
+    def stages(self) -> tuple[tuple[int, Compressor | None], ...]:
+        """What a tensor's gradients travel as: pairs of the first step, and the compressor from there on or None for dense.
+
+        First steps ascend from 0. The last compressor stays; all have state of the same shapes. As a default, dense for the
+        steps of the warm-up, and then this compressor.
+        """
+        return ((0, None), (self.warmup, self)) if self.warmup else ((0, self),)
+
     def rounds(self, ops: Any, grad: Array, state: Mapping[str, Array], info: TensorInfo,
                out: Array) -> Generator[Array, Array, Array]:
         """How a linear code reduces a gradient by allreduce: one or more rounds, written as a generator.
@@ -249,6 +277,10 @@ class Compressor:
             own = self.decode_sum(ops, [ops.without_flags(payload)], info)
             return ops.restore(state["residual"], own, grad)
         return None
+
+    def at(self, step: int) -> Compressor | None:
+        """What a tensor's gradient travels as after ``step`` exchanges, as :meth:`stages` has it; None: dense."""
+        return next(compressor for first, compressor in reversed(_stages(self)) if first <= step)
 
     @property
     def spec(self) -> str:
@@ -322,6 +354,11 @@ class Compressor:
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """The other half of :meth:`compress`."""
         return self.compress(tensor)
+
+
+@functools.lru_cache(maxsize=256)
+def _stages(compressor: Compressor) -> tuple[tuple[int, Compressor | None], ...]:
+    return compressor.stages()
 
 
 def stock_hooks(tensor: Any) -> Any:

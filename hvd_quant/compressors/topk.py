@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_quant import wire
-from hvd_quant.compressors.base import Compressor, TensorInfo, is_number, one_of
+from hvd_quant.compressors.base import TensorInfo, one_of
+from hvd_quant.compressors.schedule import Scheduled
 from hvd_quant.ops import layout
 from hvd_quant.registry import register
 
@@ -14,7 +15,7 @@ _VALUES = {"float32": 32, "float16": 16}
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class TopK(Compressor):
+class TopK(Scheduled):
     """The largest entries by magnitude, with their values; about 1/74 of fp32 at 1 %, 1/118 with fp16 values.
 
     v = g + e; t is the (1 - ratio) quantile of a sample of \\|v\\|; entries with \\|v\\| > t are sent and leave e = 0 (with
@@ -26,6 +27,7 @@ class TopK(Compressor):
 
     Arguments:
         ratio: the fraction of entries that is kept.
+        schedule, schedule_steps: how that is reached; see :class:`hvd_quant.compressors.schedule.Scheduled`.
         values: "float32" or "float16".
     """
 
@@ -37,7 +39,6 @@ class TopK(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("ratio", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
         self.require("values", one_of(_VALUES), lambda x: x in _VALUES)
 
     def _slots(self, info: TensorInfo) -> int:
