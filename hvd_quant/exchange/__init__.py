@@ -18,14 +18,16 @@ def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
     warm-up, and all where there is one worker. The choice depends only on what is the same on all workers.
 
     Arguments:
-        compressor: where its exchange is "auto", :func:`hvd_quant.exchange.cost.decide` chooses for this tensor alone.
+        compressor: of its stages, that of ``info.step`` counts; where its exchange is "auto", :func:`hvd_quant.exchange.cost.decide` chooses for this tensor alone.
         mpi: whether the collectives may run over MPI.
 
     Raises:
         ValueError: if what one collective moves would not fit into the 32-bit counts of MPI.
     """
-    if info.world == 1 or info.step < compressor.dense_steps or not compressible(compressor, info):
+    stage = compressor.at(info.step)
+    if info.world == 1 or stage is None or info.step < compressor.dense_steps or not compressible(stage, info):
         return "dense"
+    compressor = stage
     exchange = compressor.exchange
     if exchange == "auto":
         exchange = cost.decide(compressor, [info], mpi=mpi).exchange

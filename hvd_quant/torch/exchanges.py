@@ -58,15 +58,15 @@ class Cargo:
 
     Attributes:
         slot: what is kept for its parameter.
+        compressor: as what it travels.
         info: what is known of the whole tensor at this step.
         grad: the gradient; after the flight, the reduced one, in the same memory.
         flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
         memory: what is made of it before it is encoded.
     """
 
-    def __init__(self, slot: Any, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
-        self.slot, self.info, self.grad, self._version = slot, info, grad, version
-        self.compressor: Compressor = slot.travels
+    def __init__(self, slot: Any, compressor: Compressor, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
+        self.slot, self.compressor, self.info, self.grad, self._version = slot, compressor, info, grad, version
         self.error: Exception | None = None
         self.memory = memory.of(slot.compressor)
         self._kept: dict[str, torch.Tensor] = {}  # what becomes of the state once the exchange is over

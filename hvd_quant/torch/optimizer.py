@@ -43,7 +43,8 @@ def DistributedOptimizer(
 
     The signature and behaviour are those of ``horovod.torch.DistributedOptimizer``; the result is an instance of the
     optimizer's own class, and ``state_dict()`` keeps its layout. In addition it has ``compression_stats()``,
-    ``compression_state_dict()`` and ``load_compression_state_dict()``, and ``zero_grad`` takes ``set_to_none``.
+    ``compression_state_dict()`` and ``load_compression_state_dict()``, ``average_parameters()`` for compressors with a merge, and
+    ``zero_grad`` takes ``set_to_none``.
 
     Arguments:
         optimizer: any optimizer of ``torch.optim`` but LBFGS.
@@ -94,6 +95,7 @@ def DistributedOptimizer(
     cls.zero_grad = _zero_grad
     cls.compression_stats = lambda self, residual_norms=False: counted.stats.as_dict()
     stateless = Reducer([], selector("none"), Average, 1.0, process_set)
+    cls.average_parameters = lambda self: None  # without a merge they don't differ
     cls.compression_state_dict = lambda self: stateless.state_dict()
     cls.load_compression_state_dict = lambda self, state: stateless.load_state_dict(state)
     counted.stats.exchanges.update(dict.fromkeys(wrapped._parameter_names.values(), "dense"))

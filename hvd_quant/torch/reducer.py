@@ -284,13 +284,14 @@ class Reducer:
         for slot, (grad, version) in gradients.items():
             info = self._info(slot)
             kind = self._kind(slot, info)
+            travels = slot.travels.at(slot.step) or _NONE
             slot.step += 1
-            cargo = Cargo(slot, info, grad, version)
+            cargo = Cargo(slot, travels, info, grad, version)
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
             else:  # MPI's counts limit what one collective moves
-                key = (kind, slot.travels, grad.device, gathered[kind] // (exchange.MPI_COUNT_LIMIT // 2))
-                gathered[kind] += exchange.gathered_bytes(kind, slot.travels.payload_bytes(info), info.world)
+                key = (kind, travels, grad.device, gathered[kind] // (exchange.MPI_COUNT_LIMIT // 2))
+                gathered[kind] += exchange.gathered_bytes(kind, travels.payload_bytes(info), info.world)
             together.setdefault(key, []).append(cargo)
         for (kind, *_), cargo in together.items():
             name = f"hvd_quant.{kind}.{cargo[0].info.name}"

@@ -35,6 +35,21 @@ class Scheme:
     weight_decay: float = 0.0
     eta: float = 1.0
     exchange: str = "allgather"
+    schedule: str = "none"
+    schedule_steps: int = 1000
+
+    def ratio_at(self, step):
+        """The ratio that is kept, 1 where everything is sent as it is."""
+        t = step - self.warmup
+        if t < 0 or self.memory == "ef21" and step == 0:
+            return 1
+        if self.schedule == "dgc":
+            stages = [ratio for ratio in (0.25, 0.0625, 0.015625, 0.004) if ratio > self.ratio]
+            return [*stages, self.ratio][min(t // self.schedule_steps, len(stages))]
+        if self.schedule == "merging" and t < self.schedule_steps:
+            kept = 1 - (1 - self.ratio) ** (self.schedule_steps / (t + 1))
+            return 1 if kept > 0.1 else self.ratio * 2 ** (math.ceil(2 * math.log2(kept / self.ratio) - 1e-9) / 2)
+        return self.ratio
 
     @property
     def spec(self):
@@ -104,9 +119,9 @@ class Simulation:
         self.owned = [np.zeros(range_.stop - range_.start, np.float32) for range_ in self.ranges]
 
     def code(self, v):
-        s = self.scheme
-        return {"topk": lambda: topk(v, s.ratio), "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
-                "adaptive": lambda: adaptive(v, s.ratio)}[s.code]()
+        s, ratio = self.scheme, self.scheme.ratio_at(self.step)
+        return {"topk": lambda: topk(v, ratio), "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
+                "adaptive": lambda: adaptive(v, ratio)}[s.code]()
 
     def mean(self, vectors):
         """Added up in the order of ranks, times the fp32 value of 1 / n."""
@@ -128,8 +143,13 @@ class Simulation:
 
     def reduce(self, gradients, parameters):
         """What each worker's optimizer gets."""
+        results = self._reduce(gradients, parameters)
+        self.step += 1
+        return results
+
+    def _reduce(self, gradients, parameters):
         s, f = self.scheme, np.float32
-        dense = self.step < s.warmup or s.memory == "ef21" and self.step == 0
+        dense = s.ratio_at(self.step) == 1
         given = []
         for g, p, state in zip(gradients, parameters, self.states):
             if s.momentum:
@@ -145,7 +165,6 @@ class Simulation:
             if s.memory == "ef21" and s.eta != 1:
                 g = state["average"] = g if dense else f(1 - s.eta) * state["average"] + f(s.eta) * g
             given.append(g)
-        self.step += 1
         factor = self.n if self.summed else 1
         if dense:
             mean = np.mean(given, axis=0, dtype=np.float64).astype(f)
@@ -189,6 +208,8 @@ SCHEMES = [
     *(Scheme(code="topk", merge=merge, average_every=6) for merge in ("sum", "replace", "error")),
     Scheme(code="onebit", merge="replace", exchange="sra", average_every=5, warmup=2),
     Scheme(code="threshold", merge="error", average_every=7),
+    Scheme(code="topk", ratio=0.02, momentum=0.9, schedule="dgc", schedule_steps=5, warmup=2),
+    Scheme(code="topk", ratio=0.02, merge="replace", average_every=8, schedule="merging", schedule_steps=15),
 ]
 
 

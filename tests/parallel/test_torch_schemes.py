@@ -16,6 +16,9 @@ from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, fl
 SHAPES = {"matrix": (30, 41), "vector": (700,)}
 
 
+two = pytest.mark.skipif(WORLD > 2, reason="two workers tell as much")
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda scheme: scheme.spec)
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
@@ -56,6 +59,7 @@ def snapshot(optimizer):
             for key, value in slot["state"].items()}
 
 
+@two
 @each
 @pytest.mark.parametrize("steps", [0, 1, 5])
 @pytest.mark.parametrize("min_numel", [0, 10**6], ids=["compressed", "dense"])
@@ -72,6 +76,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(spec, steps, min_numel):
         torch.testing.assert_close(value, before[key], rtol=0, atol=0 if "residual" not in key[1] else 1e-5, msg=str(key))
 
 
+@two
 @each
 def test_training_resumes_bit_for_bit(spec, tmp_path):
     model, optimizer = wrapped(spec)
@@ -87,6 +92,7 @@ def test_training_resumes_bit_for_bit(spec, tmp_path):
     assert torch.equal(flat(model), flat(resumed))
 
 
+@two
 def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
     """Small tensors, all tensors in the warm-up, and those of one worker alone."""
     for spec, min_numel, nesterov in (("topk:momentum=0.9", 10**6, False), ("topk:momentum=0.9,nesterov=true,warmup=9", 0, True)):
@@ -97,6 +103,7 @@ def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
         torch.testing.assert_close(flat(model), flat(other), rtol=0, atol=1e-6)
 
 
+@two
 @pytest.mark.parametrize("merge", ["sum", "replace", "error"])
 def test_parameters_differ_until_they_are_averaged(merge):
     model, optimizer = wrapped(f"topk:ratio=0.05,merge={merge},average_every=4")
@@ -119,6 +126,7 @@ def test_parameters_differ_until_they_are_averaged(merge):
     assert torch.equal(values, flat(model))
 
 
+@two
 def test_parameters_that_are_the_same_are_not_sent():
     model, optimizer = wrapped("topk:ratio=0.05")
     train(model, optimizer, range(2))
@@ -126,6 +134,7 @@ def test_parameters_that_are_the_same_are_not_sent():
     assert_same_everywhere(flat(model))
 
 
+@two
 def test_a_second_momentum_is_warned_about():
     for optimizer in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p)):
         model = network()
@@ -136,7 +145,20 @@ def test_a_second_momentum_is_warned_about():
         wrapped("topk:momentum=0.9")
 
 
+@two
 @each
 def test_what_horovods_optimizer_has_no_place_for_is_refused(spec):
     with pytest.raises(ValueError, match="Horovod's own optimizers have no place for momentum correction, ef21, merging"):
         get_compressor(spec).bind(network().named_parameters())
+
+
+@two
+def test_messages_shrink_from_stage_to_stage():
+    model, optimizer = wrapped("topk:ratio=0.01,schedule=dgc,schedule_steps=2")
+    sent = [0]
+    for i in range(10):
+        train(model, optimizer, [i])
+        sent.append(optimizer.compression_stats()["wire_bytes"])
+    sizes = np.diff(sent).reshape(5, 2)  # by stage: 25, 6.25, 1.5625 and 1 %, and still 1 %
+    assert all(sizes[:, 0] == sizes[:, 1]) and all(np.diff(sizes[:4, 0]) < 0) and all(sizes[4] == sizes[3])
+    assert_same_everywhere(flat(model))
