@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,7 @@ _ENOUGH = 0.03  # seconds: once a collective takes this long, larger ones take p
 _LARGE = 2**20
 _REPEATS = 5
 _LITTLE = 4096
+_TWICE = 2.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ def key_of(compressor: Compressor) -> str:
                                               if field.name in common}).spec
 
 
-def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None = None, mpi: bool = False) -> Compressor:
+CHEAPEST = "cheapest"
+POLICIES = (CHEAPEST, "allgather", "sra", "fp16", "none")
+
+
+def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None = None, mpi: bool = False,
+           policy: str = CHEAPEST) -> Compressor:
     """As what tensors that travel together go: the compressor with one of its exchanges, or, where it says ``only_if_faster``,
     fp16 or none if that takes less time.
 
@@ -114,6 +120,7 @@ def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None 
         infos: of the tensors; their world is the number of workers.
         costs: the same on all workers; :func:`typical` where None.
         mpi: whether collectives have MPI's 32-bit counts.
+        policy: which of these is taken where it may be, instead of the cheapest: an exchange, "fp16" or "none".
     """
     from hvd_quant.exchange import MPI_COUNT_LIMIT, gathered_bytes
 
@@ -128,9 +135,32 @@ def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None 
     if compressor.only_if_faster:
         common = {"warmup": compressor.warmup, "min_numel": compressor.min_numel}
         candidates += [FP16(exchange="allreduce", **common), NoCompression(**common)]
-    if len(candidates) == 1:
-        return candidates[0]  # of which perhaps not everything was measured
+    preferred = [c for c in candidates if policy in ((c.exchange,) if c.name == compressor.name else (c.name,))]
+    if len(preferred or candidates) == 1:
+        return (preferred or candidates)[0]  # of which perhaps not everything was measured
     return min(candidates, key=lambda candidate: costs.exchange(candidate, infos))
+
+
+def worth_a_trial(together: list[tuple[Compressor, list[TensorInfo]]], costs: Callable[[Compressor], Costs | None],
+                  mpi: bool = False) -> list[str]:
+    """The policies that may be the fastest, each with another outcome: those that are at most ``_TWICE`` as dear as the cheapest.
+
+    Exchanges that are under way at the same time share the network, and encoding goes on beside it, so what one of them takes
+    says little of what all of them take.
+
+    Arguments:
+        together: compressors with what travels together.
+        costs: from a compressor to what was measured for it.
+    """
+    outcomes: dict[tuple[Compressor, ...], tuple[float, str]] = {}
+    for policy in POLICIES:
+        chosen = tuple(decide(compressor, infos, costs(compressor), mpi, policy) for compressor, infos in together)
+        if chosen not in outcomes:
+            seconds = sum((costs(one) or typical(infos[0].world)).exchange(choice, infos)
+                          for (one, infos), choice in zip(together, chosen))
+            outcomes[chosen] = seconds, policy
+    least = min(seconds for seconds, _ in outcomes.values())
+    return [policy for seconds, policy in outcomes.values() if seconds <= _TWICE * least]
 
 
 class Workers(Protocol):

@@ -64,6 +64,13 @@ def broadcast(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> None:
     mpi_ops.broadcast_(tensor, process_set.ranks[0], name=name, process_set=process_set)
 
 
+def slowest(seconds: list[float], process_set: ProcessSet) -> list[float]:
+    """The largest of all workers' values, each by itself."""
+    rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name=f"hvd_quant.measure.slowest.{len(seconds)}",
+                             process_set=process_set)
+    return rows.max(0).values.tolist()
+
+
 def costs(workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
     """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
     compressors = sorted(compressors, key=cost.key_of)
@@ -128,6 +135,4 @@ class _Workers:
                           timed(lambda: compressor.decode_sum(ops, [payload], info, out)))
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name=f"hvd_quant.measure.slowest.{len(seconds)}",
-                                 process_set=self._all)
-        return rows.max(0).values.tolist()
+        return slowest(seconds, self._all)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from hvd_quant.torch.exchanges import OWNER, Cargo, Flight, Sparse, Workers
 _log = logging.getLogger("hvd_quant")
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NONE = get_compressor("none")
+_REHEARSALS = 5
 _SHARED = 2**16
 """Dense gradients of fewer entries share one vector; copying larger ones would cost more than a collective of their own."""
 
@@ -115,6 +117,7 @@ class Reducer:
         self._arrivals: list[str] = []  # of gradients in the first step, here
         self._order: list[str] = []  # and on the first worker, for all
         self._costs: dict[Workers, cost.Costs] = {}  # what was measured
+        self._policy = cost.CHEAPEST
         self._settled = False
         self._plan: dict[Slot, Bucket] = {}
         self._planned_for: Any = None
@@ -201,7 +204,7 @@ class Reducer:
         self._forget()
         self.complete(flights)
         if flights and not self._settled:
-            self._settle()
+            self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo})
         if self._grown:
             self._grown, self._planned_for = False, None
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
@@ -360,17 +363,21 @@ class Reducer:
             filled += buckets.fill({slot: 4 * slot.info.numel for slot in kind}, self._bucket_bytes)
         for members in filled:
             self._plan.update(dict.fromkeys(members, Bucket(members)))
-            for (compressor, resumed), alike in _by(members, lambda slot: (slot.compressor, slot.resumed)).items():
+            for (compressor, resumed), alike in _together(members):
                 travels = resumed or self._decide(compressor, alike)
                 for slot in alike:
                     slot.travels = travels
                     self._make_room(slot)
 
-    def _decide(self, compressor: Compressor, slots: list[Slot]) -> Compressor:
+    def _compressible(self, compressor: Compressor, slots: list[Slot]) -> list[TensorInfo]:
+        """What is known of those that are compressed after the warm-up."""
         infos = [self._typical(slot, self._info(slot).at(step=compressor.dense_steps)) for slot in slots]
         # An elastic job that starts with one worker may get more.
         infos = [info.at(world=max(2, info.world)) for info in infos]
-        infos = [info for info in infos if exchange.compressible(compressor, info)]
+        return [info for info in infos if exchange.compressible(compressor, info)]
+
+    def _decide(self, compressor: Compressor, slots: list[Slot]) -> Compressor:
+        infos = self._compressible(compressor, slots)
         if not infos:
             return _NONE
         if compressor.only_if_faster and not self._settled and not network.ELASTIC:
@@ -379,11 +386,15 @@ class Reducer:
             _log.warning("%s: in an elastic job the network is not measured, since workers that join would wait for the others; "
                          "gradients are compressed", compressor.spec)
             compressor = dataclasses.replace(compressor, only_if_faster=False)
-        return cost.decide(compressor, infos, self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
+        return cost.decide(compressor, infos, self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled(), self._policy)
 
-    def _settle(self) -> None:
+    def _settle(self, gradients: dict[str, torch.Tensor]) -> None:
         """After the first step, when all workers are here: agree on the order of gradients, and measure where something
-        depends on it. In an elastic job, workers that join would wait for the others to do it, so nobody does."""
+        depends on it. In an elastic job, workers that join would wait for the others to do it, so nobody does.
+
+        Arguments:
+            gradients: examples of them.
+        """
         self._settled = True
         if network.ELASTIC or self.process_set.size() == 1:
             return
@@ -398,6 +409,47 @@ class Reducer:
             if undecided:
                 self._costs[workers] = network.costs(workers, undecided, self._slots[names[0]].parameter.device)
         self._planned_for = None
+        if self._costs:
+            self.plan()
+            self._policy = self._fastest(gradients)
+            self._planned_for = None
+
+    def _fastest(self, gradients: dict[str, torch.Tensor]) -> str:
+        """The policy with which the exchange of all gradients takes least time, tried with numbers and state of its own.
+
+        Arguments:
+            gradients: examples of them.
+        """
+        groups = [group for bucket in dict.fromkeys(self._plan.values()) for group in _together(bucket.slots)]
+        undecided = [(compressor, self._compressible(compressor, slots)) for (compressor, resumed), slots in groups if not resumed]
+        policies = cost.worth_a_trial([(compressor, infos) for compressor, infos in undecided if infos],
+                                      lambda compressor: self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
+        if len(policies) == 1:
+            return policies[0]
+        parameters = {name: slot.parameter for name, slot in self._slots.items() if name in gradients}
+        examples = {name: torch.randn_like(gradients[name]) for name in self._order if name in gradients}
+
+        def seconds(policy: str) -> float:
+            rehearsal = Reducer(parameters.items(), self._select, self.op, self.predivide, self.process_set, self._bucket_bytes)
+            rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, self._order, self._costs
+            rehearsal._policy, rehearsal._settled, times = policy, True, []
+            for slot in rehearsal._slots.values():
+                slot.step = max(slot.compressor.dense_steps, slot.compressor.stages()[-1][0])
+            for _ in range(_REHEARSALS):
+                given = {name: grad.clone() for name, grad in examples.items()}
+                network.slowest([0.0], self.process_set)  # all start together
+                start = time.perf_counter()
+                for name, grad in given.items():
+                    rehearsal.ready(name, grad)
+                rehearsal.finish()
+                if grad.is_cuda:
+                    torch.cuda.synchronize(grad.device)
+                times.append(time.perf_counter() - start)
+            return statistics.median(times[1:])  # the first makes connections and memory
+
+        times = network.slowest([seconds(policy) for policy in policies], self.process_set)
+        _log.info("exchanges were tried: %s", ", ".join(f"{policy} {1e3 * t:.1f} ms" for policy, t in zip(policies, times)))
+        return policies[times.index(min(times))]
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -507,6 +559,11 @@ def _is_open(compressor: Compressor, world: int) -> bool:
     """Whether what is best depends on the network and the machine."""
     several = compressor.exchange == "auto" and not compressor.linear and world > 2
     return compressor.name != "none" and world > 1 and (compressor.only_if_faster or several)
+
+
+def _together(slots: Iterable[Slot]) -> Iterable[tuple[Any, list[Slot]]]:
+    """Slots by what decides as what they travel."""
+    return _by(slots, lambda slot: (slot.compressor, slot.resumed)).items()
 
 
 def _by(slots: Iterable[Slot], key: Callable[[Slot], Any]) -> dict[Any, list[Slot]]:

@@ -473,6 +473,7 @@ def test_only_if_faster(monkeypatch, seconds_per_byte, latency, code, expected):
         return network_of(seconds_per_byte, latency, {cost.key_of(c): rates for c in [*compressors, get_compressor("fp16")]})
 
     monkeypatch.setattr(network, "costs", costs)
+    monkeypatch.setattr(cost, "worth_a_trial", lambda *args: [cost.CHEAPEST])  # this network can't be rehearsed on
     parameters = weights({"w": (70000,), "small": (10,)})
     optimizer = optimizer_of(parameters, "topk:only_if_faster=true")
     travelled = []
@@ -597,3 +598,35 @@ def test_residual_norms_on_request():
     state = optimizer.compression_state_dict()["tensors"]["0.weight"]["state"]["residual"]
     assert norms["0.weight"] == pytest.approx(float(state.norm()), rel=1e-5)
     assert "residual_norms" not in optimizer.compression_stats()
+
+
+@pytest.mark.parametrize("fastest", ["allgather", "sra"])
+def test_the_exchange_that_was_the_fastest_in_a_rehearsal_is_taken(fastest, monkeypatch):
+    """And the rehearsal leaves nothing behind: what is kept of earlier gradients is as if it had not been."""
+    if WORLD < 4:
+        pytest.skip("needs four workers: two have no choice")
+    policies = ["allgather", "sra"]
+    monkeypatch.setattr(cost, "worth_a_trial", lambda *args: policies)
+    slowest, tried = network.slowest, []
+
+    def timed(seconds, process_set):
+        if len(seconds) == len(policies):
+            tried.append(all(second > 0 for second in slowest(seconds, process_set)))
+            return [0.1 if policy == fastest else 0.2 for policy in policies]
+        return slowest(seconds, process_set)
+
+    monkeypatch.setattr(network, "slowest", timed)
+    parameters, total = weights({"large": (70000,)}), 0
+    optimizer = optimizer_of(parameters, "onebit:block_size=128")
+    for i in range(3):
+        step(optimizer, parameters, gradients(i, shapes={"large": (70000,)}))
+        total += sum(gradients(i, rank, {"large": (70000,)})["large"] for rank in range(WORLD)) / WORLD
+    assert tried == [True]
+    assert optimizer.compression_stats()["exchanges"] == {fastest: ["large"]}
+    state = optimizer.compression_state_dict()["tensors"]["large"]
+    kept = on_all(state["state"]["residual"]).mean(0)
+    if fastest == "sra":
+        for (a, b), owned in zip(hvd.allgather_object(state["owned"]), hvd.allgather_object(state["state"]["owner.residual"])):
+            kept[a:b] += owned
+    torch.testing.assert_close(-parameters["large"].detach() + kept, total, rtol=0, atol=1e-5)  # lr=1: nothing is lost
+    assert_same_everywhere(parameters["large"])

@@ -90,6 +90,30 @@ def test_only_if_faster(second_per_byte, expected):
     assert cost.decide(get_compressor("topk"), infos, costs).name == "topk"
 
 
+@pytest.mark.parametrize("spec, policy, expected", [
+    ("onebit", "allgather", ("onebit", "allgather")), ("onebit", "sra", ("onebit", "sra")),
+    ("onebit", "none", ("onebit", "sra")),  # which is no choice without only_if_faster
+    ("auto:onebit", "none", ("none", "auto")), ("auto:onebit", "fp16", ("fp16", "allreduce")),
+    ("onebit:exchange=sra", "allgather", ("onebit", "sra")),  # which the user has chosen
+])
+def test_a_policy_is_followed_where_it_may_be(spec, policy, expected):
+    infos = [TensorInfo.whole("w", (10**7,), world=8)]
+    decided = cost.decide(get_compressor(spec), infos, network(world=8), policy=policy)
+    assert (decided.name, decided.exchange) == expected
+
+
+@pytest.mark.parametrize("spec, world, numel, expected", [
+    ("onebit", 8, 10**7, {"cheapest"}),  # an allgather is more than twice as dear
+    ("onebit", 3, 10**6, {"cheapest", "sra"}),
+    ("onebit:exchange=sra", 3, 10**6, {"cheapest"}),
+    ("auto:onebit", 3, 10**7, {"cheapest", "allgather"}),  # and so is sending everything
+    ("auto:onebit", 3, 5000, {"cheapest", "fp16", "none"}),
+])
+def test_what_may_be_the_fastest_is_tried(spec, world, numel, expected):
+    together = [(get_compressor(spec), [TensorInfo.whole("w", (numel,), world=world)])]
+    assert set(cost.worth_a_trial(together, lambda _: network(world=world))) == expected
+
+
 def test_a_collective_beyond_the_counts_of_mpi_is_not_chosen():
     info = TensorInfo.whole("w", (2**29,), world=8)
     cheap = cost.Costs({**network().collectives, "allgather": ((0, 0.0), (1, 0.0))})
