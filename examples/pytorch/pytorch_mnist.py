@@ -69,6 +69,7 @@ def train(compression: str, arguments: argparse.Namespace, dataset: Dataset) -> 
             loss.backward()
             optimizer.step()
             progress.stop(loss.item())
+        optimizer.average_parameters()  # with a compressor that has a merge they differ between workers
         progress.tested(accuracy(model, test))
     return progress.run
 
