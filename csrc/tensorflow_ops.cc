@@ -119,13 +119,14 @@ Cast cast_of(Context* ctx) {
   return dtype == "float32" ? Cast::float32 : dtype == "float16" ? Cast::float16 : Cast::bfloat16;
 }
 
-// The code itself, but for topk, which has two by its attribute `values`.
+// The code itself, but for topk, which has several by its attribute `values`.
 template <Code code, class Context>
 Code code_of(Context* ctx) {
   if (code != Code::topk) return code;
   const auto values = attribute<std::string>(ctx, "values");
-  expect(values == "float32" || values == "float16", "values is ", values, ", expected float32 or float16");
-  return values == "float32" ? Code::topk : Code::topk_half;
+  const Code named = hvd_quant::topk_code(values);
+  expect(named >= Code::topk, "values is ", values, ", expected ", hvd_quant::kTopkValues);
+  return named;
 }
 
 // The ranges of a vector: those that the attribute `bounds` tells, which holds the first and one past the last entry of each,

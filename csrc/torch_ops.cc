@@ -83,8 +83,9 @@ std::tuple<float, float> beyond(const Tensor& thresholds) {
 }
 
 Code topk_code(const std::string& values) {
-  TORCH_CHECK_VALUE(values == "float32" || values == "float16", "values is ", values, ", expected float32 or float16");
-  return values == "float32" ? Code::topk : Code::topk_half;
+  const Code code = hvd_quant::topk_code(values);
+  TORCH_CHECK_VALUE(code >= Code::topk, "values is ", values, ", expected ", hvd_quant::kTopkValues);
+  return code;
 }
 
 std::vector<Bytes> bytes_of(const std::vector<Tensor>& payloads, const Tensor& out) {

@@ -12,6 +12,7 @@ CODECS: dict[str, Compressor] = {
         _C.threshold(min_numel=0, tau=0.05),
         _C.adaptive(min_numel=0), _C.adaptive(min_numel=0, ratio=0.25),
         _C.topk(min_numel=0), _C.topk(min_numel=0, ratio=0.1, values="float16"),
+        _C.topk(min_numel=0, ratio=0.1, values="2bit"),
     ]
 }
 ERROR_FEEDBACK = {spec: c for spec, c in CODECS.items() if c.memory == "error_feedback"}

@@ -27,6 +27,8 @@ struct Loops {
   void (*scatter)(const float*, const uint16_t*, int, float*);
   void (*signed_means)(const float*, int, float*, float*);
   void (*split_signs)(float*, int, float, float, uint8_t*);
+  int (*magnitudes)(const float*, int, float, double*, double*);
+  void (*split_magnitudes)(float*, int, float, float, float, uint8_t*, uint8_t*);
   int (*place_unit)(const uint8_t*, int, const uint8_t*, uint16_t*);
   bool (*ascending)(const uint16_t*, int);
   void (*move_tile)(float*, float, float*, int, bool);

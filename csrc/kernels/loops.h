@@ -343,6 +343,44 @@ static void split_signs(float* values, int k, float up, float down, uint8_t* sig
   }
 }
 
+// The sums of the magnitudes of values, which end with zeros as gather() leaves them: of those up to `middle` and of those beyond,
+// of which it returns how many there are. In double precision, so that the mean of a constant is that constant, and hardly any
+// mean depends on the order of sums.
+static int magnitudes(const float* values, int k, float middle, double* within, double* beyond) {
+  double lower[16] = {}, upper[16] = {};
+  int count = 0;
+  for (int i = 0; i < k; i += 16)
+    for (int j = 0; j < 16; ++j) {
+      const float a = __builtin_fabsf(values[i + j]);
+      const bool above = a > middle;
+      lower[j] += above ? 0.0 : double(a);
+      upper[j] += above ? double(a) : 0.0;
+      count += above;
+    }
+  for (int width = 8; width; width /= 2)
+    for (int j = 0; j < width; ++j) {
+      lower[j] += lower[j + width];
+      upper[j] += upper[j + width];
+    }
+  *within = lower[0];
+  *beyond = upper[0];
+  return count;
+}
+
+// Like split_signs, with a level for magnitudes up to `middle` and one for those beyond, and bits that tell these apart.
+static void split_magnitudes(float* values, int k, float middle, float lower, float upper, uint8_t* signs, uint8_t* beyond) {
+  const F zero = set(0), mid = set(middle), low = set(lower), high = set(upper);
+  for (int i = 0; i < k; i += 16) {
+    const F x = load(values + i), mirrored = sub(zero, x);
+    const M positive = gt(x, zero), above = gt(select(positive, x, mirrored), mid);
+    const uint16_t b[2] = {uint16_t(bits(positive)), uint16_t(bits(above))};
+    __builtin_memcpy(signs + i / 8, b, 2);
+    __builtin_memcpy(beyond + i / 8, b + 1, 2);
+    const F level = select(above, high, low);
+    store(values + i, select(positive, sub(x, level), add(x, level)));
+  }
+}
+
 // The inverse of list_unit: places from counts and positions. `places` has room for 16 more than it gets.
 static int place_unit(const uint8_t* counts, int blocks, const uint8_t* positions, uint16_t* places) {
   int k = 0;
@@ -535,7 +573,7 @@ static void fill(float value, float* out, int64_t n, bool streamed) {
 }
 
 static constexpr Loops table() {
-  return {weigh,       onebit_encode_blocks, onebit_decode_blocks, scan_unit, list_unit, gather, scatter,  signed_means,
-          split_signs, place_unit,           ascending,            move_tile, halve,     widen,  cast,     cast_sum,
-          add_all,     fill};
+  return {weigh,       onebit_encode_blocks, onebit_decode_blocks, scan_unit,  list_unit, gather,    scatter, signed_means,
+          split_signs, magnitudes,           split_magnitudes,     place_unit, ascending, move_tile, halve,   widen,
+          cast,        cast_sum,             add_all,              fill};
 }

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <numeric>
+#include <string>
 #include <vector>
 
 #include "decode.h"
@@ -19,7 +22,19 @@ constexpr int kMostInBlock = 255;
 
 constexpr uint32_t step_hash(int64_t step) { return uint32_t(step) * 0x9E3779B1u; }
 
-enum class Code { threshold, adaptive, topk, topk_half };
+// From topk on, what topk's values may be: themselves, or signs and means of magnitudes.
+enum class Code { threshold, adaptive, topk, topk_half, topk_sign, topk_tensor_sign, topk_2bit };
+
+// topk's code by the name of its values; Code::threshold for a name that is none.
+inline Code topk_code(const std::string& values) {
+  return values == "float32"       ? Code::topk
+         : values == "float16"     ? Code::topk_half
+         : values == "sign"        ? Code::topk_sign
+         : values == "tensor_sign" ? Code::topk_tensor_sign
+         : values == "2bit"        ? Code::topk_2bit
+                                   : Code::threshold;
+}
+constexpr const char* kTopkValues = "float32, float16, sign, tensor_sign or 2bit";
 
 // The lengths and offsets of a sparse payload.
 struct SparseLayout {
@@ -31,8 +46,10 @@ struct SparseLayout {
   SparseLayout(Code code, int64_t numel, int64_t slots)
       : numel(numel), slots(slots), units(ceil_div(numel, kUnit)), blocks(ceil_div(numel, kBlock)) {
     codec = code == Code::threshold ? "threshold" : code == Code::adaptive ? "adaptive" : "topk";
-    level_pairs = code == Code::threshold ? 1 : code == Code::adaptive ? units : 0;
-    code_bits = code == Code::topk ? 32 : code == Code::topk_half ? 16 : 1;
+    level_pairs = code == Code::topk || code == Code::topk_half                 ? 0
+                  : code == Code::threshold || code == Code::topk_tensor_sign ? 1
+                                                                              : units;
+    code_bits = code == Code::topk ? 32 : code == Code::topk_half ? 16 : code == Code::topk_2bit ? 2 : 1;
     levels = kHeaderBytes + 8;
     counts = levels + 8 * level_pairs;
     positions = counts + blocks;
@@ -109,8 +126,11 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
   std::atomic<bool> finite{true};
 
   write_header(payload, at.codec, numel, at.payload_bytes - kHeaderBytes);
-  if (code == Code::threshold) store_as(payload + at.levels, high), store_as(payload + at.levels + 4, -high);
-  if (at.code_bits == 1) std::memset(codes, 0, slots / 8);
+  if (at.code_bits <= 2) std::memset(codes, 0, slots * at.code_bits / 8);
+  const auto set_levels = [&](int64_t pair, float first, float second) {
+    store_as(payload + at.levels + 8 * pair, first);
+    store_as(payload + at.levels + 8 * pair + 4, second);
+  };
 
   // Finds a unit's candidates, at most 255 a block, and how many there are. The second time e holds v already.
   const auto scan = [&](int64_t unit, bool again, uint64_t* words) -> int64_t {
@@ -123,16 +143,28 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
     return most > kMostInBlock ? prune(words, at.unit_entries(unit), kUnit, fraction) : total;
   };
 
-  // Writes a unit's kept entries into the slots from `slot` on and leaves the rest of them in the residual. `next` is the
-  // unit whose memory is wanted after this.
+  // Lists a unit's kept entries and their values. `next` is the unit whose memory is wanted after this.
+  const auto list = [&](int64_t unit, const uint64_t* words, int64_t slot, int64_t next, uint16_t* places, float* values) {
+    const float* v = e ? e : g;  // without a residual v is g wherever it can be kept
+    const int k = loop.list_unit(words, at.unit_blocks(unit), counts + unit * kBlocksInUnit, places, g + next * kUnit,
+                                 v + next * kUnit);
+    loop.gather(v + unit * kUnit, places, k, positions + slot, values);
+    return k;
+  };
+
+  // The sum of the magnitudes of k values.
+  const auto total_of = [&](const float* values, int k) {
+    double total, none;
+    loop.magnitudes(values, k, std::numeric_limits<float>::infinity(), &total, &none);
+    return total;
+  };
+  float mean_of_all = 0;  // for Code::topk_tensor_sign
+
+  // Writes a unit's kept entries into the slots from `slot` on and leaves the rest of them in the residual.
   const auto emit = [&](int64_t unit, const uint64_t* words, int64_t slot, int64_t next) {
-    float* residual = e ? e + unit * kUnit : nullptr;
-    const float* v = e ? residual : g + unit * kUnit;  // without a residual v is g wherever it can be kept
     uint16_t places[kUnit + 2];
     alignas(64) float values[kUnit];
-    const int k = loop.list_unit(words, at.unit_blocks(unit), counts + unit * kBlocksInUnit, places, g + next * kUnit,
-                                 (e ? e : g) + next * kUnit);
-    loop.gather(v, places, k, positions + slot, values);
+    const int k = list(unit, words, slot, next, places, values);
     if (code == Code::topk) {
       std::memcpy(codes + 4 * slot, values, 4 * size_t(k));
       std::memset(values, 0, 4 * size_t(k));
@@ -140,27 +172,43 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
       uint16_t halves[kUnit];
       loop.halve(values, k, halves);
       std::memcpy(codes + 2 * slot, halves, 2 * size_t(k));
+    } else if (code == Code::topk_2bit) {
+      const float middle = float(total_of(values, k) / std::max(k, 1));
+      double within, beyond;
+      const int above = loop.magnitudes(values, k, middle, &within, &beyond);
+      const float lower = float(within / std::max(k - above, 1)), upper = float(beyond / std::max(above, 1));
+      set_levels(unit, lower, upper);
+      uint8_t signs[kUnit / 8], larger[kUnit / 8];
+      loop.split_magnitudes(values, k, middle, lower, upper, signs, larger);
+      place_bits(codes, slot, signs, k);
+      place_bits(codes + slots / 8, slot, larger, k);
     } else {
       float up = high, down = low;
-      if (code == Code::adaptive) {
+      if (code == Code::topk_tensor_sign) {
+        up = mean_of_all;
+        down = -up;
+      } else if (code == Code::topk_sign) {
+        up = float(total_of(values, k) / std::max(k, 1));
+        down = -up;
+        set_levels(unit, up, down);
+      } else if (code == Code::adaptive) {
         loop.signed_means(values, k, &up, &down);
         if (!std::isfinite(up) || !std::isfinite(down)) {
           up = down = 0;
           finite = false;
         }
-        store_as(payload + at.levels + 8 * unit, up);
-        store_as(payload + at.levels + 8 * unit + 4, down);
+        set_levels(unit, up, down);
       }
       uint8_t signs[kUnit / 8];
       loop.split_signs(values, k, up, down, signs);
       place_bits(codes, slot, signs, k);
     }
-    if (residual) loop.scatter(values, places, k, residual);
+    if (e) loop.scatter(values, places, k, e + unit * kUnit);
   };
 
   int64_t used = 0;
   const auto pass = [&](bool again) {
-    if (parallel.threads == 1 || at.units < 2) {
+    if ((parallel.threads == 1 || at.units < 2) && code != Code::topk_tensor_sign) {
       parallel(1, 1, [&](int64_t, int64_t) {
         uint64_t words[kWords];
         for (int64_t i = 0; i < at.units; ++i) {
@@ -173,7 +221,8 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
       });
       return;
     }
-    // Where a unit's slots begin depends on all units before it, so candidates wait as bits: an entry's 32nd part.
+    // Where a unit's slots begin depends on all units before it, and a mean of all on all, so candidates wait as bits: an
+    // entry's 32nd part.
     std::unique_ptr<uint64_t[]> words(new uint64_t[at.units * kWords]);
     std::vector<int64_t> kept(at.units);
     parallel(at.units, 1, [&](int64_t begin, int64_t end) {
@@ -187,12 +236,26 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
       used += kept[unit];
       kept[unit] = first;
     }
+    if (code == Code::topk_tensor_sign) {
+      std::vector<double> sums(at.units);
+      parallel(at.units, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t unit = begin; unit < end; ++unit) {
+          uint16_t places[kUnit + 2];
+          alignas(64) float values[kUnit];
+          const int k = list(unit, words.get() + unit * kWords, kept[unit], unit, places, values);
+          sums[unit] = total_of(values, k);
+        }
+      });
+      mean_of_all = float(std::accumulate(sums.begin(), sums.end(), 0.0) / double(std::max<int64_t>(used, 1)));
+      set_levels(0, mean_of_all, -mean_of_all);
+    }
     parallel(at.units, 1, [&](int64_t begin, int64_t end) {
       for (int64_t unit = begin; unit < end; ++unit) emit(unit, words.get() + unit * kWords, kept[unit], unit);
     });
   };
+  if (code == Code::threshold) set_levels(0, high, -high);
   pass(false);
-  if (used == 0 && (code == Code::topk || code == Code::topk_half)) {
+  if (used == 0 && code >= Code::topk) {
     // The largest values all equal the threshold, as in a constant gradient: keep those.
     const float t = std::nextafter(high, 0.0f);
     if (t > 0) {
@@ -203,7 +266,7 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
   }
 
   std::memset(positions + used, 0, slots - used);
-  if (at.code_bits > 1) std::memset(codes + used * at.code_bits / 8, 0, (slots - used) * at.code_bits / 8);
+  if (at.code_bits > 2) std::memset(codes + used * at.code_bits / 8, 0, (slots - used) * at.code_bits / 8);
   std::memset(payload + kHeaderBytes + at.body, 0, padded(at.body) - at.body);
   store_as(payload + kHeaderBytes, uint32_t(start));
   store_as(payload + kHeaderBytes + 4, uint32_t(used));
@@ -253,10 +316,11 @@ inline Kept check_sparse(const SparseLayout& at, const uint8_t* payload) {
   }
   require(inside, "a position lies outside the tensor");
   require(ascend, "positions do not ascend");
-  if (at.code_bits == 1) {
-    require(all_zero(codes + ceil_div(kept, 8), at.slots / 8 - ceil_div(kept, 8)) &&
-                (kept % 8 == 0 || codes[kept / 8] >> kept % 8 == 0),
-            "an unused slot is not zero");
+  if (at.code_bits <= 2) {
+    for (const uint8_t* bits = codes; bits < codes + at.slots * at.code_bits / 8; bits += at.slots / 8)
+      require(all_zero(bits + ceil_div(kept, 8), at.slots / 8 - ceil_div(kept, 8)) &&
+                  (kept % 8 == 0 || bits[kept / 8] >> kept % 8 == 0),
+              "an unused slot is not zero");
   } else {
     const int64_t bytes = at.code_bits / 8;
     require(all_zero(codes + kept * bytes, (at.slots - kept) * bytes), "an unused slot is not zero");
@@ -282,8 +346,17 @@ inline void add_unit(Code code, const SparseLayout& at, const uint8_t* payload, 
     loops().widen(halves, k, values);
     for (int i = 0; i < k; ++i) tile[places[i]] += values[i];
   } else {
-    const uint8_t* levels = payload + at.levels + (code == Code::adaptive ? 8 * unit : 0);
-    const float level[2] = {load_as<float>(levels + 4), load_as<float>(levels)};
+    const uint8_t* levels = payload + at.levels + (at.level_pairs > 1 ? 8 * unit : 0);
+    const float a = load_as<float>(levels), b = load_as<float>(levels + 4);
+    if (code == Code::topk_2bit) {
+      const float level[4] = {-a, a, -b, b};
+      for (int i = 0; i < k; ++i) {
+        const int64_t slot = first + i, byte = slot / 8, bit = slot % 8;
+        tile[places[i]] += level[(codes[at.slots / 8 + byte] >> bit & 1) << 1 | (codes[byte] >> bit & 1)];
+      }
+      return;
+    }
+    const float level[2] = {b, a};
     for (int i = 0; i < k; ++i) {
       const int64_t slot = first + i;
       tile[places[i]] += level[codes[slot / 8] >> slot % 8 & 1];

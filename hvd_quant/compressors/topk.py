@@ -10,16 +10,16 @@ from hvd_quant.compressors.schedule import Scheduled
 from hvd_quant.ops import layout
 from hvd_quant.registry import register
 
-_VALUES = {"float32": 32, "float16": 16}
+_VALUES = ("float32", "float16", "sign", "2bit")
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class TopK(Scheduled):
-    """The largest entries by magnitude, with their values; about 1/74 of fp32 at 1 %, 1/118 with fp16 values.
+    """The largest entries by magnitude, with their values; about 1/74 of fp32 at 1 %, 1/118 with fp16 values, 1/250 with signs.
 
-    v = g + e; t is the (1 - ratio) quantile of a sample of \\|v\\|; entries with \\|v\\| > t are sent and leave e = 0 (with
-    fp16 values, the rounding), the others leave e = v.
+    v = g + e; t is the (1 - ratio) quantile of a sample of \\|v\\|; entries with \\|v\\| > t are sent and leave e = 0, or what their
+    rounding leaves, the others leave e = v.
 
     The message always has the same size; if the sample was off and more would be kept, the rest stays in the residual.
 
@@ -28,7 +28,11 @@ class TopK(Scheduled):
     Arguments:
         ratio: the fraction of entries that is kept.
         schedule, schedule_steps: how that is reached; see :class:`hvd_quant.compressors.schedule.Scheduled`.
-        values: "float32" or "float16".
+        values: "float32", "float16", "sign": the sign of each kept entry, and one mean \\|v\\| of kept entries; "2bit": the sign,
+            and one of two: kept entries of a stretch of 16,384 are parted at their mean \\|v\\|, and each decodes to the mean of
+            its part.
+        mean: with "sign", whose it is: a "unit", which is a stretch of 16,384 entries, or the "tensor" (or a range of it that is
+            encoded by itself).
     """
 
     name = "topk"
@@ -36,26 +40,38 @@ class TopK(Scheduled):
     sparse = True
     ratio: float = 0.01
     values: str = "float32"
+    mean: str = "unit"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("values", one_of(_VALUES), lambda x: x in _VALUES)
+        means = ("unit", "tensor") if self.values == "sign" else ("unit",)
+        self.require("mean", one_of(means) + ("" if self.values == "sign" else f" with values={self.values!r}"),
+                     lambda x: x in means)
+
+    @property
+    def range_multiple(self) -> int:
+        return layout.UNIT if self._values in ("sign", "2bit") else super().range_multiple
+
+    @property
+    def _values(self) -> str:
+        """As ``ops`` calls them."""
+        return "tensor_sign" if self.mean == "tensor" else self.values
 
     def _slots(self, info: TensorInfo) -> int:
         return layout.slots_for(self.ratio, info.numel)
 
     def payload_bytes(self, info: TensorInfo) -> int:
-        body = layout.sparse_body_bytes(info.numel, self._slots(info), 0, _VALUES[self.values])
-        return wire.HEADER_BYTES + wire.padded(body)
+        return wire.HEADER_BYTES + wire.padded(layout.topk_body_bytes(info.numel, self._slots(info), self._values))
 
     def measure(self, ops, grad, state, info):
         return ops.topk_measure(grad, state.get("residual"), self.ratio, info.step)
 
     def encode(self, ops, grad, state, params, info):
-        return ops.topk_encode(grad, state.get("residual"), params, self._slots(info), self.values, info.step)
+        return ops.topk_encode(grad, state.get("residual"), params, self._slots(info), self._values, info.step)
 
     def decode_sum(self, ops, payloads, info, out=None):
-        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out)
+        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self._values, out=out)
 
     def decode_mean(self, ops, payloads, info, out=None):
-        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self.values, out=out, scale=1 / info.world)
+        return ops.topk_decode_sum(payloads, info.numel, self._slots(info), self._values, out=out, scale=1 / info.world)

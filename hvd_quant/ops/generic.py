@@ -16,7 +16,8 @@ import numpy as np
 from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
-from hvd_quant.ops.layout import BLOCK, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, units_of  # noqa: F401
+from hvd_quant.ops.layout import (  # noqa: F401
+    BLOCK, TOPK_BITS, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, topk_levels, units_of)
 
 Array = Any
 
@@ -382,7 +383,7 @@ def threshold_encode(grad: Array, residual: Array | None, tau: float, slots: int
     # full() fills on the device; a list would be copied there, for which a GPU makes the host wait
     levels = xp.concat([xp.full(1, value, dtype=xp.float32, device=device(grad)) for value in (tau, -tau)])
     decoded = xp.where(v > 0, levels[0], levels[1])
-    return _sparse_finish("threshold", v, finite, kept, decoded, levels, residual, slots, step)
+    return _sparse_finish("threshold", v, finite, kept, decoded, levels, residual, slots, step, [v > 0])
 
 
 def adaptive_encode(grad: Array, residual: Array | None, thresholds: Array, slots: int, step: int) -> Array:
@@ -395,7 +396,7 @@ def adaptive_encode(grad: Array, residual: Array | None, thresholds: Array, slot
     levels = xp.stack([_masked_mean(rows, mask & (rows > 0)), _masked_mean(rows, mask & (rows < 0))], axis=1)
     levels, ok = _finite_levels(levels)
     decoded = xp.reshape(xp.where(rows > 0, levels[:, :1], levels[:, 1:]), (-1,))[:numel]
-    return _sparse_finish("adaptive", v, finite & ok, kept, decoded, xp.reshape(levels, (-1,)), residual, slots, step)
+    return _sparse_finish("adaptive", v, finite & ok, kept, decoded, xp.reshape(levels, (-1,)), residual, slots, step, [v > 0])
 
 
 def topk_encode(grad: Array, residual: Array | None, thresholds: Array, slots: int, values: str, step: int) -> Array:
@@ -406,9 +407,35 @@ def topk_encode(grad: Array, residual: Array | None, thresholds: Array, slots: i
     t = xp.nextafter(thresholds[0], xp.zeros_like(thresholds[0]))
     ties = (xp.abs(v) >= t) & (t > 0)
     kept = _select(v, xp.where(xp.any(beyond), beyond, ties), slots, step)
-    value = v if values == "float32" else _to_half(v)[0]
-    decoded = xp.astype(value, xp.float32)
-    return _sparse_finish("topk", v, finite, kept, decoded, value[:0].view(xp.float32), residual, slots, step, value)
+    if TOPK_BITS[values] > 2:
+        value = v if values == "float32" else _to_half(v)[0]
+        levels, decoded, codes = value[:0].view(xp.float32), xp.astype(value, xp.float32), [value]
+    else:
+        levels, decoded, codes = _leveled(v, kept, values)
+    return _sparse_finish("topk", v, finite, kept, decoded, levels, residual, slots, step, codes)
+
+
+def _leveled(v: Array, kept: Array, values: str) -> tuple[Array, Array, list[Array]]:
+    """Levels that stand for magnitudes of kept entries, what these decode to, and bits that say so."""
+    xp = array_namespace(v)
+    rows, mask = (xp.reshape(x, (1, -1)) if values == "tensor_sign" else _rows(x, UNIT) for x in (xp.abs(v), kept))
+    mean = _mean_magnitude(rows, mask)
+    if values != "2bit":
+        levels, level, codes = xp.stack([mean, -mean], axis=1), mean[:, None], [v > 0]
+    else:
+        upper = rows > mean[:, None]
+        levels = xp.stack([_mean_magnitude(rows, mask & ~upper), _mean_magnitude(rows, mask & upper)], axis=1)
+        level, codes = xp.where(upper, levels[:, 1:], levels[:, :1]), [v > 0, xp.reshape(upper, (-1,))[:size(v)]]
+    level = xp.reshape(xp.broadcast_to(level, rows.shape), (-1,))[:size(v)]
+    return xp.reshape(levels, (-1,)), xp.where(v > 0, level, -level), codes
+
+
+def _mean_magnitude(rows: Array, mask: Array) -> Array:
+    """The mean of each row's masked entries, 0 where there is none, in double precision: so a constant is its own mean, and
+    hardly any mean depends on the order of sums."""
+    xp = array_namespace(rows)
+    total = xp.sum(xp.where(mask, xp.astype(rows, xp.float64), 0.0), axis=1)
+    return xp.astype(total / xp.clip(xp.sum(xp.astype(mask, xp.float64), axis=1), 1.0, None), xp.float32)
 
 
 def _select(v: Array, candidates: Array, slots: int, step: int) -> Array:
@@ -443,8 +470,9 @@ def _cyclic_sum(x: Array, first: Array | int) -> Array:
 
 
 def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Array, levels: Array,
-                   residual: Array | None, slots: int, step: int, values: Array | None = None) -> Array:
-    """Update the residual and write the kept entries into slots, unit by unit from the step's first one."""
+                   residual: Array | None, slots: int, step: int, codes: list[Array]) -> Array:
+    """Update the residual and write the kept entries into slots, unit by unit from the step's first one, with their codes: bits
+    or values."""
     xp = array_namespace(v)
     numel = size(v)
     if residual is not None:
@@ -462,12 +490,13 @@ def _sparse_finish(codec: str, v: Array, finite: Array, kept: Array, decoded: Ar
         return filled[:slots]
 
     positions = fill(xp.astype(xp.arange(numel, dtype=xp.int64, device=device(v)) % BLOCK, xp.uint8))
-    codes = pack_bits(fill(v > 0)) if values is None else fill(values)
+    filled = [fill(code) for code in codes]
+    filled = [pack_bits(code) if code.dtype == xp.bool else code for code in filled]
     head = xp.stack([xp.full((), start, dtype=xp.int64, device=device(v)), xp.sum(xp.astype(kept, xp.int64))])
-    return pack(codec, numel, finite, xp.astype(head, xp.int32), levels, xp.astype(counts, xp.uint8), positions, codes)
+    return pack(codec, numel, finite, xp.astype(head, xp.int32), levels, xp.astype(counts, xp.uint8), positions, *filled)
 
 
-def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int, nlevels: int, values: str | None,
+def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int, nlevels: int, values: str,
                        out: Array | None, scale: float) -> Array:
     out = new_vector(numel, payloads[0]) if out is None else out
     out[:] = 0.0
@@ -481,11 +510,11 @@ def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int
 
 
 def _sparse_decode(codec: str, payload: Array, numel: int, slots: int, nlevels: int,
-                   values: str | None) -> tuple[Array, Array, bool]:
+                   values: str) -> tuple[Array, Array, bool]:
     """Indices and values of the kept entries, and whether all was finite when they were encoded."""
     xp = array_namespace(payload)
     nblocks = -(-numel // BLOCK)
-    code_bits = {None: 1, "float16": 16, "float32": 32}[values]
+    code_bits = TOPK_BITS[values]
     body, finite = unpack(payload, codec, numel, sparse_body_bytes(numel, slots, nlevels, code_bits))
     start, kept = (int(x) % 2**32 for x in body[:8].view(xp.int32))
     levels, rest = xp.reshape(as_floats(body[8:8 + 8 * nlevels]), (nlevels, 2)), body[8 + 8 * nlevels:]
@@ -504,30 +533,35 @@ def _sparse_decode(codec: str, payload: Array, numel: int, slots: int, nlevels: 
     index = block * BLOCK + positions[:kept]
     _require((xp.all(index < numel), "a position lies outside the tensor"),
              (~xp.any((block[1:] == block[:-1]) & (index[1:] <= index[:-1])), "positions do not ascend"))
-    if values is None:
-        positive = unpack_bits(codes, slots)
-        _require((~xp.any(positive[kept:]), "an unused slot is not zero"))
-        pair = index // UNIT if nlevels > 1 else xp.zeros_like(index)
-        return index, xp.where(positive[:kept], levels[:, 0][pair], levels[:, 1][pair]), finite
-    _require((xp.all(codes[kept * code_bits // 8:] == 0), "an unused slot is not zero"))
-    value = xp.astype(xp.asarray(codes, copy=True).view(getattr(xp, values))[:kept], xp.float32)
-    _require((xp.all(xp.isfinite(value)), "a value is not finite"))
-    return index, value, finite
+    if code_bits > 2:
+        _require((xp.all(codes[kept * code_bits // 8:] == 0), "an unused slot is not zero"))
+        value = xp.astype(xp.asarray(codes, copy=True).view(getattr(xp, values))[:kept], xp.float32)
+        _require((xp.all(xp.isfinite(value)), "a value is not finite"))
+        return index, value, finite
+    maps = [unpack_bits(codes[first:first + slots // 8], slots) for first in range(0, size(codes), slots // 8)]
+    for bits in maps:
+        _require((~xp.any(bits[kept:]), "an unused slot is not zero"))
+    positive, *upper = (bits[:kept] for bits in maps)
+    first, second = (levels[:, i][index // UNIT if nlevels > 1 else xp.zeros_like(index)] for i in range(2))
+    if not upper:
+        return index, xp.where(positive, first, second), finite
+    level = xp.where(upper[0], second, first)
+    return index, xp.where(positive, level, -level), finite
 
 
 def threshold_decode_sum(payloads: list[Array], numel: int, slots: int, *, out: Array | None = None,
                          scale: float = 1.0) -> Array:
     """The sum of what :func:`threshold_encode` made, times ``scale``."""
-    return _sparse_decode_sum("threshold", payloads, numel, slots, 1, None, out, scale)
+    return _sparse_decode_sum("threshold", payloads, numel, slots, 1, "sign", out, scale)
 
 
 def adaptive_decode_sum(payloads: list[Array], numel: int, slots: int, *, out: Array | None = None,
                         scale: float = 1.0) -> Array:
     """The sum of what :func:`adaptive_encode` made, times ``scale``."""
-    return _sparse_decode_sum("adaptive", payloads, numel, slots, units_of(numel), None, out, scale)
+    return _sparse_decode_sum("adaptive", payloads, numel, slots, units_of(numel), "sign", out, scale)
 
 
 def topk_decode_sum(payloads: list[Array], numel: int, slots: int, values: str, *, out: Array | None = None,
                     scale: float = 1.0) -> Array:
     """The sum of what :func:`topk_encode` made, times ``scale``."""
-    return _sparse_decode_sum("topk", payloads, numel, slots, 0, values, out, scale)
+    return _sparse_decode_sum("topk", payloads, numel, slots, topk_levels(numel, values), values, out, scale)

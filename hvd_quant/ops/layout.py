@@ -8,6 +8,8 @@ BLOCK = 256
 """Entries that share a count byte in the sparse codes."""
 UNIT = 64 * BLOCK
 """Entries that share levels in the adaptive code; the scan of a sparse code starts at a multiple of it."""
+TOPK_BITS = {"float32": 32, "float16": 16, "sign": 1, "tensor_sign": 1, "2bit": 2}
+"""Bits a slot of topk's values."""
 
 
 def onebit_body_bytes(numel: int, block_size: int, zeros: bool) -> int:
@@ -26,3 +28,12 @@ def units_of(numel: int) -> int:
 def sparse_body_bytes(numel: int, slots: int, levels: int, code_bits: int) -> int:
     """Body bytes of a sparse payload with ``levels`` pairs of levels and ``code_bits`` bits a slot."""
     return 8 + 8 * levels + -(-numel // BLOCK) + slots + slots * code_bits // 8
+
+
+def topk_levels(numel: int, values: str) -> int:
+    """Pairs of levels in a topk payload."""
+    return {"float32": 0, "float16": 0, "tensor_sign": 1}.get(values, units_of(numel))
+
+
+def topk_body_bytes(numel: int, slots: int, values: str) -> int:
+    return sparse_body_bytes(numel, slots, topk_levels(numel, values), TOPK_BITS[values])

@@ -55,7 +55,8 @@ class Codec:
         """The bytes of a payload that hold levels computed as means."""
         if self.name == "onebit":
             return slice(32, 32 + 8 * -(-numel // self.block_size))
-        return slice(40, 40 + 8 * layout.units_of(numel)) if self.name == "adaptive" else slice(0, 0)
+        pairs = layout.topk_levels(numel, self.values) if self.name == "topk" else (self.name == "adaptive") * layout.units_of(numel)
+        return slice(40, 40 + 8 * pairs) if pairs else slice(0, 0)
 
 
 CODECS = [
@@ -63,12 +64,14 @@ CODECS = [
     Codec("threshold"), Codec("threshold", tau=0.5),  # the second has more candidates than slots
     Codec("adaptive"), Codec("adaptive", ratio=0.4),
     Codec("topk"), Codec("topk", values="float16"), Codec("topk", ratio=1.0),
+    Codec("topk", values="sign"), Codec("topk", values="tensor_sign"),
+    Codec("topk", values="2bit"), Codec("topk", ratio=1.0, values="2bit"),
 ]
 CASTS = [Codec("none"), Codec("fp16"), Codec("bf16")]
 FUZZED = [  # with unused slots and more than one block
     Codec("onebit", block_size=128), Codec("onebit", block_size=128, zeros=True),
     Codec("threshold", ratio=0.1), Codec("adaptive", ratio=0.1), Codec("topk", ratio=0.1),
-    Codec("topk", ratio=0.1, values="float16"), *CASTS,
+    *(Codec("topk", ratio=0.1, values=values) for values in ("float16", "sign", "tensor_sign", "2bit")), *CASTS,
 ]
 
 

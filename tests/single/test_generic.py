@@ -140,6 +140,36 @@ def test_adaptive_means_are_those_of_each_unit(array):
                 np.testing.assert_allclose(decoded[start:start + UNIT][chosen], part[chosen].mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("numel", [31, 257, 2 * UNIT + 100])
+@pytest.mark.parametrize("values", ["sign", "tensor_sign", "2bit"])
+def test_topk_sends_means_of_magnitudes(array, numel, values):
+    """Signs with a mean of each unit or one of all, or with the means of what lies on either side of the unit's mean."""
+    g, e0, slots = normal(numel), normal(numel, 1, 0.1), slots_for(0.1, numel)
+    e = array(e0)
+    payload = generic.topk_encode(array(g), e, array(np.array([1.3, -1.3], np.float32)), slots, values, 3)
+    decoded = np.asarray(generic.topk_decode_sum([payload], numel, slots, values))
+    v = g + e0
+    kept = kept_of(np.abs(v) >= np.float32(1.3), slots, 3)
+    np.testing.assert_array_equal(decoded != 0, kept)
+    expected, stretch = np.zeros(numel), numel if values == "tensor_sign" else UNIT
+    for start in range(0, numel, stretch):
+        part = np.arange(start, min(numel, start + stretch))[kept[start:start + stretch]]
+        larger = np.abs(v[part]) > np.abs(v[part]).astype(np.float64).mean()
+        for group in (part[larger], part[~larger]) if values == "2bit" else (part,):
+            expected[group] = np.sign(v[group]) * np.abs(v[group]).astype(np.float64).mean() if len(group) else 0
+    np.testing.assert_allclose(decoded, expected, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(e), v - decoded)
+
+
+def test_levels_of_magnitudes_cannot_overflow(array):
+    g = np.full(600, 3e38, np.float32)
+    for values in ("sign", "tensor_sign", "2bit"):
+        payload = generic.topk_encode(array(g), None, array(np.array([1, -1], np.float32)), 600, values, 0)
+        decoded = np.asarray(generic.topk_decode_sum([payload], 600, 600, values))
+        assert not payload[3] & wire.NONFINITE
+        np.testing.assert_array_equal(decoded, np.where(kept_of(np.ones(600, bool), 600, 0), g, 0))
+
+
 def test_thresholds_without_samples_of_a_sign(array):
     def measure(x):
         return np.asarray(generic.adaptive_measure(array(np.array(x, np.float32)), None, 0.5, 0)).tolist()

@@ -211,7 +211,7 @@ def test_reasons_that_are_not_utf8(reason):
     (lambda g, e: ops.threshold_encode(g, e, 1.0, 12, 0), "slots is 12, expected a positive multiple of 8"),
     (lambda g, e: ops.topk_encode(g, e, torch.ones(2), 8, "float32", 0), r"thresholds is \(1, 1\), expected a positive and"),
     (lambda g, e: ops.topk_encode(g, e, torch.ones(3), 8, "float32", 0), "thresholds has 3 entries, expected 2"),
-    (lambda g, e: ops.topk_encode(g, e, torch.tensor([1.0, -1.0]), 8, "int8", 0), "values is int8, expected float32 or float16"),
+    (lambda g, e: ops.topk_encode(g, e, torch.tensor([1.0, -1.0]), 8, "int8", 0), "values is int8, expected float32, float16, sign,"),
     (lambda g, e: ops.cast_encode(g, "int8", "x"), "dtype is int8, expected float32, float16 or bfloat16"),
     (lambda g, e: ops.topk_measure(g, e, 1.5, 0), "ratio is 1.5, expected 0 < ratio <= 1"),
     (lambda g, e: ops.onebit_decode_sum([torch.zeros(40)], 9, 64), "payload is Float, expected Byte"),

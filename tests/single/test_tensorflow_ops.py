@@ -530,7 +530,7 @@ G, E = normal(100), variable(zeros(100))
     (lambda: ops.threshold_encode(G, E, 1.0, 8, [0]), r"step has shape \[1\], expected a scalar"),
     (lambda: ops.topk_encode(G, E, np.ones(2, np.float32), 8, "float32", 0), r"thresholds is \(1, 1\), expected a"),
     (lambda: ops.topk_encode(G, E, np.ones(3, np.float32), 8, "float32", 0), "thresholds has 3 entries, expected 2"),
-    (lambda: ops.topk_encode(G, E, [1.0, -1.0], 8, "int8", 0), "values is int8, expected float32 or float16"),
+    (lambda: ops.topk_encode(G, E, [1.0, -1.0], 8, "int8", 0), "values is int8, expected float32, float16, sign,"),
     (lambda: ops.cast_encode(G, "int8", "x"), "dtype is int8, expected float32, float16 or bfloat16"),
     (lambda: ops.topk_measure(G, E, 1.5, 0), "ratio is 1.5, expected 0 < ratio <= 1"),
     (lambda: ops.onebit_decode_sum([np.zeros(40, np.uint8)], 9, 64, out=G), r"out has shape \[100\], expected \[9\]"),
