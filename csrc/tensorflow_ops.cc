@@ -456,6 +456,25 @@ class Measure : public OfGradient {
 using AdaptiveMeasure = Measure<hvd_quant::adaptive_measure>;
 using TopkMeasure = Measure<hvd_quant::topk_measure>;
 
+// `threshold` is what a variable holds: the threshold that tensors share or 0.
+class ModelMeasure : public OfGradient {
+ public:
+  using OfGradient::OfGradient;
+
+ private:
+  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) override {
+    const auto ratio = scalar<double>(ctx, "ratio");
+    expect(ratio > 0 && ratio <= 1, "ratio is ", ratio, ", expected 0 < ratio <= 1");
+    const auto step = scalar<int64_t>(ctx, "step");
+    const Tensor& threshold = vector(ctx, "threshold");
+    expect(threshold.NumElements() == 2, "threshold has ", threshold.NumElements(), " entries, expected 2");
+    auto* thresholds = new_output<float>(ctx, {2});
+    auto* magnitudes = new_output<float>(ctx, {hvd_quant::sample_size(numel)}, 1);
+    hvd_quant::model_measure(grad, residual ? residual->read() : nullptr, numel, ratio, step, threshold.flat<float>()(0),
+                             magnitudes, thresholds);
+  }
+};
+
 // Where the payloads are in what a collective returned, as [rows, columns, 2] of first byte and size: `columns` tensors in each
 // row. They are of the sizes that are expected if these make up the whole, else as their headers tell, and if these make no
 // sense and nothing is expected, of one size. Otherwise all are at -1, of which the decoders will tell: nothing is raised here.
@@ -860,6 +879,12 @@ absl::Status two_thresholds(InferenceContext* ctx) {
   return absl::OkStatus();
 }
 
+absl::Status thresholds_and_sample(InferenceContext* ctx) {
+  const auto numel = ctx->NumElements(ctx->input(0));
+  ctx->set_output(1, ctx->Vector(ctx->ValueKnown(numel) ? ctx->MakeDim(hvd_quant::sample_size(ctx->Value(numel))) : numel));
+  return two_thresholds(ctx);
+}
+
 absl::Status vector_of_numel(InferenceContext* ctx) {
   return status_of([&] {
     ctx->set_output(0, ctx->Vector(attribute<int64_t>(ctx, "numel")));
@@ -889,6 +914,8 @@ REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, .Input("threshold
                      PAYLOADS, payloads_of<Sparse<Code::adaptive>>);
 REGISTER_OF_GRADIENT("HvdQuantTopkMeasure", TopkMeasure, .Input("ratio: double").Input("step: int64"),
                      .Output("thresholds: float"), two_thresholds);
+REGISTER_OF_GRADIENT("HvdQuantModelMeasure", ModelMeasure, .Input("ratio: double").Input("step: int64").Input("threshold: float"),
+                     .Output("thresholds: float").Output("magnitudes: float"), thresholds_and_sample);
 REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, .Input("thresholds: float").Input("step: int64") TOPK,
                      PAYLOADS, payloads_of<Sparse<Code::topk>>);
 

@@ -188,6 +188,23 @@ Tensor topk_measure(const Tensor& grad, const Residual& residual, double ratio, 
   return measure(hvd_quant::topk_measure, grad, residual, ratio, step);
 }
 
+Tensor model_measure(const Tensor& grad, const Residual& residual, double ratio, int64_t step, const Tensor& magnitudes,
+                     const Tensor& threshold) {
+  const auto [g, e] = state(grad, residual);
+  check_ratio(ratio);
+  const int64_t count = hvd_quant::sample_size(grad.numel());
+  check_vector(magnitudes, "magnitudes", at::kFloat);
+  TORCH_CHECK_VALUE(magnitudes.numel() == count, "magnitudes has ", magnitudes.numel(), " entries, expected ", count);
+  check_vector(threshold, "threshold", at::kFloat);
+  TORCH_CHECK_VALUE(threshold.numel() == 2, "threshold has ", threshold.numel(), " entries, expected 2");
+  Tensor thresholds = at::empty({2}, grad.options());
+  float* held = threshold.mutable_data_ptr<float>();
+  hvd_quant::model_measure(g, e, grad.numel(), ratio, step, held[0], magnitudes.mutable_data_ptr<float>(),
+                           thresholds.mutable_data_ptr<float>());
+  held[1] = 1;
+  return thresholds;
+}
+
 Tensor adaptive_measure(const Tensor& grad, const Residual& residual, double ratio, int64_t step) {
   return measure(hvd_quant::adaptive_measure, grad, residual, ratio, step);
 }
@@ -250,6 +267,8 @@ TORCH_LIBRARY(hvd_quant, m) {
   m.def("adaptive_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, int step) -> Tensor");
   m.def("adaptive_decode_sum(Tensor[] payloads, int slots, *, float scale, Tensor(a!) out) -> str");
   m.def("topk_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
+  m.def("model_measure(Tensor grad, Tensor? residual, float ratio, int step, Tensor(a!) magnitudes, Tensor(b!) threshold)"
+        " -> Tensor");
   m.def("topk_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, str values, int step) -> Tensor");
   m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, *, float scale, Tensor(a!) out) -> str");
   m.def("cast_encode(Tensor grad, str dtype, str codec) -> Tensor");
@@ -268,6 +287,7 @@ TORCH_LIBRARY_IMPL(hvd_quant, CPU, m) {
   m.impl("adaptive_encode", adaptive_encode);
   m.impl("adaptive_decode_sum", adaptive_decode_sum);
   m.impl("topk_measure", topk_measure);
+  m.impl("model_measure", model_measure);
   m.impl("topk_encode", topk_encode);
   m.impl("topk_decode_sum", topk_decode_sum);
   m.impl("cast_encode", cast_encode);

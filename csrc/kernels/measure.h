@@ -11,9 +11,11 @@
 
 namespace hvd_quant {
 
+inline int64_t sample_size(int64_t numel) { return std::min<int64_t>(numel, std::max<int64_t>(4096, numel / 512)); }
+
 // One entry of v out of each stretch of N/S, at a place that changes with the step.
 inline std::vector<float> sample(const float* g, const float* e, int64_t numel, int64_t step) {
-  const int64_t count = std::min<int64_t>(numel, std::max<int64_t>(4096, numel / 512));
+  const int64_t count = sample_size(numel);
   const uint64_t stretch = count ? uint64_t(numel / count) : 0;
   const uint32_t hash = step_hash(step);
   std::vector<float> v(count);
@@ -34,15 +36,25 @@ inline float kth_largest(std::vector<float>& v, int64_t k) {
   return v[k - 1];
 }
 
-// tau+ and tau-: |v| must exceed the (ceil(ratio S) + 1)-th largest of the sample.
-inline void topk_measure(const float* g, const float* e, int64_t numel, double ratio, int64_t step, float* thresholds) {
+// tau+ and tau-: `shared`, where it is not 0; else |v| must exceed the (ceil(ratio S) + 1)-th largest of the sample, which goes
+// to `magnitudes` too, unless that is null.
+inline void model_measure(const float* g, const float* e, int64_t numel, double ratio, int64_t step, float shared,
+                          float* magnitudes, float* thresholds) {
   DenormalGuard guard;
   std::vector<float> v = sample(g, e, numel, step);
   for (float& x : v) x = std::fabs(x);
-  const int64_t k = int64_t(std::ceil(ratio * double(v.size())));
-  const float t = k < int64_t(v.size()) ? kth_largest(v, k + 1) : 0.0f;
-  thresholds[0] = std::nextafter(t, std::numeric_limits<float>::infinity());
+  if (magnitudes) std::copy(v.begin(), v.end(), magnitudes);
+  thresholds[0] = shared;
+  if (shared == 0) {
+    const int64_t k = int64_t(std::ceil(ratio * double(v.size())));
+    const float t = k < int64_t(v.size()) ? kth_largest(v, k + 1) : 0.0f;
+    thresholds[0] = std::nextafter(t, std::numeric_limits<float>::infinity());
+  }
   thresholds[1] = -thresholds[0];
+}
+
+inline void topk_measure(const float* g, const float* e, int64_t numel, double ratio, int64_t step, float* thresholds) {
+  model_measure(g, e, numel, ratio, step, 0, nullptr, thresholds);
 }
 
 // tau+ and tau-: `ratio` of the sampled positive and of the sampled negative entries lie beyond them.

@@ -17,7 +17,7 @@ from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
 from hvd_quant.ops.layout import (  # noqa: F401
-    BLOCK, TOPK_BITS, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, topk_levels, units_of)
+    BLOCK, TOPK_BITS, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, topk_levels, units_of)
 
 Array = Any
 
@@ -333,7 +333,7 @@ def sample(grad: Array, residual: Array | None, step: int) -> Array:
     """The sampled entries of v: one of each stretch of N/S entries, at a place that changes with the step."""
     xp = array_namespace(grad)
     numel = size(grad)
-    count = min(numel, max(4096, numel // 512))
+    count = sample_size(numel)
     i = xp.arange(count, dtype=xp.int64, device=device(grad))
     m = (i ^ _hash(step)) * 0x9E3779B1 & 0xFFFFFFFF
     m = m ^ (m >> 15)
@@ -346,11 +346,57 @@ def sample(grad: Array, residual: Array | None, step: int) -> Array:
 def topk_measure(grad: Array, residual: Array | None, ratio: float, step: int) -> Array:
     """Thresholds (tau+, tau-), fp32[2], between which an entry stays: |v| must exceed the sample's (1 - ratio) quantile."""
     xp = array_namespace(grad)
-    magnitude = xp.sort(xp.abs(sample(grad, residual, step)), descending=True)
-    k = math.ceil(ratio * size(magnitude))
-    t = magnitude[k:k + 1] if k < size(magnitude) else xp.zeros(1, dtype=xp.float32, device=device(grad))
-    tau = xp.nextafter(t, xp.full_like(t, math.inf))
+    tau = _beyond_quantile(xp.abs(sample(grad, residual, step)), ratio)
     return xp.concat([tau, -tau])
+
+
+def _beyond_quantile(magnitudes: Array, ratio: float) -> Array:
+    """What exceeds the (1 - ratio) quantile just so, of shape [1]."""
+    xp = array_namespace(magnitudes)
+    k = math.ceil(ratio * size(magnitudes))
+    t = xp.sort(magnitudes, descending=True)[k:k + 1] if k < size(magnitudes) else _zero(magnitudes)
+    return xp.nextafter(t, xp.full_like(t, math.inf))
+
+
+def _zero(like: Array) -> Array:
+    return array_namespace(like).zeros(1, dtype=like.dtype, device=device(like))
+
+
+def model_measure(grad: Array, residual: Array | None, ratio: float, step: int, magnitudes: Array, threshold: Array) -> Array:
+    """:func:`topk_measure` with a threshold that several tensors share, where :func:`model_threshold` has left one.
+
+    Arguments:
+        magnitudes: fp32, [sample_size(numel)]; |v| of this step's sample is written into it.
+        threshold: fp32[2]: the shared tau+, 0 while there is none; and 1 once ``magnitudes`` holds a sample, which is set here.
+    """
+    xp = array_namespace(grad)
+    magnitudes[:] = xp.abs(sample(grad, residual, step))
+    threshold[1:] = 1.0
+    # As bits, which also differ from 0 where TensorFlow's threads, on which NumPy runs there, flush denormals.
+    tau = xp.where(threshold[:1].view(xp.int32) != 0, threshold[:1], _beyond_quantile(magnitudes, ratio))
+    return xp.concat([tau, -tau])
+
+
+def model_threshold(samples: list[tuple[Array, Array, int]], ratio: float) -> None:
+    """Leave in each threshold the one that keeps ``ratio`` of several tensors' entries together: the largest sampled magnitude
+    with more than ``ratio`` of the entries at or above it; what exceeds it is kept.
+
+    Arguments:
+        samples: the magnitudes and the threshold of :func:`model_measure`, and the entries that they stand for, of each tensor.
+            A sample stands for as many entries as there are to each, in 2^-20 and rounded down, so that sums are exact.
+    """
+    xp = array_namespace(samples[0][0])
+    magnitudes = xp.concat([magnitudes for magnitudes, _, _ in samples])
+    weights = xp.concat([xp.broadcast_to(xp.astype(threshold[1:] > 0, xp.int64) * ((numel << 20) // max(1, size(sample))),
+                                         sample.shape) for sample, threshold, numel in samples])
+    order, total = xp.argsort(magnitudes, descending=True), xp.sum(weights)
+    limit = xp.astype(xp.floor(xp.astype(total, xp.float64) * ratio), xp.int64)
+    at_or_above = xp.cumulative_sum(xp.take(weights, order))
+    place = xp.sum(xp.astype(at_or_above <= limit, xp.int64), keepdims=True)
+    t = xp.take(xp.concat([xp.take(magnitudes, order), _zero(magnitudes)]), place)
+    tau = xp.nextafter(t, xp.full_like(t, math.inf))
+    for _, threshold, _ in samples:
+        threshold[:1] = xp.where(total > 0, tau, threshold[:1])
 
 
 def adaptive_measure(grad: Array, residual: Array | None, ratio: float, step: int) -> Array:
@@ -442,6 +488,9 @@ def _select(v: Array, candidates: Array, slots: int, step: int) -> Array:
     """Of the candidates, the first ``slots`` in the step's cyclic order, at most 255 a block."""
     xp = array_namespace(v)
     numel, units = size(v), units_of(size(v))
+    # No zero exceeds a threshold; it would seem to exceed a denormal one where TensorFlow's threads, on which NumPy runs there,
+    # flush it.
+    candidates = candidates & (v != 0)
     cube = xp.astype(xp.reshape(_rows(candidates, UNIT), (units, UNIT // BLOCK, BLOCK)), xp.int64)
     # entries that each block has, and blocks that each unit has: fewer only at the tensor's end
     first = xp.arange(units * (UNIT // BLOCK), dtype=xp.int64, device=device(v)) * BLOCK

@@ -21,6 +21,11 @@ def slots_for(ratio: float, numel: int) -> int:
     return -(-max(1, math.ceil(ratio * numel)) // 8) * 8
 
 
+def sample_size(numel: int) -> int:
+    """How many entries :func:`hvd_quant.ops.generic.sample` takes."""
+    return min(numel, max(4096, numel // 512))
+
+
 def units_of(numel: int) -> int:
     return -(-numel // UNIT)
 

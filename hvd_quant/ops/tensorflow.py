@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvd_quant.ops.layout import BLOCK, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, units_of  # noqa: F401
+from hvd_quant.ops.layout import (  # noqa: F401
+    BLOCK, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
 
 _spec = importlib.util.find_spec("hvd_quant._tensorflow_ops")
 _BUILD = ("with tensorflow installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in "
@@ -169,6 +170,30 @@ def adaptive_encode(grad: tf.Tensor, residual: tf.Variable | None, thresholds: t
 
 def topk_measure(grad: tf.Tensor, residual: tf.Variable | None, ratio: float, step: Any) -> tf.Tensor:
     return _measure("hvd_quant_topk_measure", grad, residual, ratio=ratio, step=step)
+
+
+def model_measure(grad: tf.Tensor, residual: tf.Variable | None, ratio: float, step: Any, magnitudes: tf.Variable,
+                  threshold: tf.Variable) -> tf.Tensor:
+    measured = _measure("hvd_quant_model_measure", grad, residual, ratio=ratio, step=step, threshold=threshold)
+    with tf.control_dependencies([magnitudes.assign(measured.magnitudes), threshold.assign(tf.stack([threshold[0], 1.0]))]):
+        return tf.identity(measured.thresholds)
+
+
+def model_threshold(samples: list[tuple[tf.Variable, tf.Variable, int]], ratio: float) -> tf.Operation:
+    """As ``generic.model_threshold``; in a graph, the operation that does it."""
+    with tf.device("CPU:0"):
+        # Magnitudes order like their bits, which TensorFlow's threads don't flush where they are denormal.
+        bits = tf.concat([tf.bitcast(magnitudes.read_value(), tf.int32) for magnitudes, _, _ in samples], 0)
+        held = [threshold.read_value() for _, threshold, _ in samples]
+        weights = tf.concat([tf.fill(magnitudes.shape, tf.cast(own[1] > 0, tf.int64) * ((numel << 20) // max(1, magnitudes.shape[0])))
+                             for (magnitudes, _, numel), own in zip(samples, held)], 0)
+        order, total = tf.argsort(bits, direction="DESCENDING"), tf.reduce_sum(weights)
+        limit = tf.cast(tf.floor(tf.cast(total, tf.float64) * ratio), tf.int64)
+        at_or_above = tf.cumsum(tf.gather(weights, order))
+        place = tf.math.count_nonzero(at_or_above <= limit)
+        tau = tf.bitcast(tf.concat([tf.gather(bits, order), [0]], 0)[place] + 1, tf.float32)
+        return tf.group(*(threshold.assign(tf.where(total > 0, tf.stack([tau, own[1]]), own))
+                          for (_, threshold, _), own in zip(samples, held)))
 
 
 def topk_encode(grad: tf.Tensor, residual: tf.Variable | None, thresholds: tf.Tensor, slots: int, values: str,

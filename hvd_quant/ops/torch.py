@@ -15,8 +15,9 @@ import torch
 from hvd_quant import wire
 from hvd_quant.ops import generic
 from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor finds the same names on every backend
-    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copy, divide, divide_to_half, new_vector, onebit_body_bytes, pack,
-    pack_bits, restore, sample, slots_for, sparse_body_bytes, units_of, unpack, unpack_bits, widen, without_flags, zero_where)
+    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copy, divide, divide_to_half, model_threshold, new_vector,
+    onebit_body_bytes, pack, pack_bits, restore, sample, sample_size, slots_for, sparse_body_bytes, units_of, unpack, unpack_bits,
+    widen, without_flags, zero_where)
 
 Tensor = torch.Tensor
 
@@ -73,6 +74,7 @@ adaptive_measure = _for_cpu(_native.adaptive_measure, generic.adaptive_measure)
 adaptive_encode = _for_cpu(_native.adaptive_encode, generic.adaptive_encode)
 adaptive_decode_sum = _decoder(_native.adaptive_decode_sum, generic.adaptive_decode_sum)
 topk_measure = _for_cpu(_native.topk_measure, generic.topk_measure)
+model_measure = _for_cpu(_native.model_measure, generic.model_measure)
 topk_encode = _for_cpu(_native.topk_encode, generic.topk_encode)
 topk_decode_sum = _decoder(_native.topk_decode_sum, generic.topk_decode_sum)
 cast_encode = _for_cpu(_native.cast_encode, generic.cast_encode)

@@ -78,6 +78,11 @@ class Traced:
         return ops.decode_parts([decode(ops, _part(payloads, cut, info), info.part(*cut)) for cut in cuts], info.numel, out)
 
 
+    def between_steps(self, slots: list[tuple[TensorInfo, State]]) -> Any:
+        """What is decided for several tensors together; what it returns is done when their state is written."""
+        return self._compressor.between_steps(ops, slots)
+
+
 def _flags(payloads: ops.Payloads, codec: str, info: TensorInfo, cuts: list[tuple[int, int]]) -> tf.Tensor:
     return ops.flags(payloads, codec, info.numel, [bound for cut in cuts for bound in cut])
 
@@ -182,6 +187,17 @@ class Hosted:
         total, error = tf.numpy_function(decode, inputs, [tf.float32, tf.string], stateful=False)
         return tf.ensure_shape(ops.require(total, error), [info.numel])
 
+    def between_steps(self, slots: list[tuple[TensorInfo, State]]) -> Any:
+        """As :meth:`Traced.between_steps`."""
+        def decide(at: TensorInfo, arrays: dict[tuple[int, str], np.ndarray]) -> list[np.ndarray]:
+            self._compressor.between_steps(generic, [
+                (dataclasses.replace(info, step=at.step, rank=at.rank, world=at.world), {key: arrays[i, key] for key in state})
+                for i, (info, state) in enumerate(slots)])
+            return [np.empty(0, np.uint8)]
+
+        state = {(i, key): value for i, (_, state) in enumerate(slots) for key, value in state.items()}
+        return tf.group(*self._call(decide, [], [tf.uint8], state, slots[0][0]))
+
     def _payloads(self, grad: np.ndarray, arrays: dict[str, np.ndarray], at: TensorInfo, cuts: list[tuple[int, int]]
                   ) -> list[np.ndarray]:
         """What is encoded of each range; the state is as before if there is an exception."""
@@ -213,8 +229,8 @@ class Hosted:
         head = payload[:wire.HEADER_BYTES].tobytes()
         return wire.parse_header(head, len(payload), self._compressor.name, at.numel).flags
 
-    def _call(self, function: Callable[..., list[np.ndarray]], tensors: list[tf.Tensor], types: list[tf.DType], state: State,
-              info: TensorInfo) -> list[tf.Tensor]:
+    def _call(self, function: Callable[..., list[np.ndarray]], tensors: list[tf.Tensor], types: list[tf.DType],
+              state: Mapping[Any, tf.Variable], info: TensorInfo) -> list[tf.Tensor]:
         """``function(info, arrays, *tensors)`` on the host, which may change the state's arrays and returns arrays of ``types``,
         once the state is written."""
         keys = list(state)

@@ -17,6 +17,7 @@ from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
+from hvd_quant.tensorflow.codes import Hosted, Traced
 from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, by, label_of
 from hvd_quant.tensorflow.state import COSTS, OWNER, Slot, State, untracked
 
@@ -106,7 +107,21 @@ class Reducer(tf.Module):
         reduced: dict[int, Gradient] = {}
         for bucket in self._buckets(given):
             reduced.update(zip(bucket, self._travel(bucket, [given[place] for place in bucket])))
-        return [reduced[place] for place in places]
+        grads = [reduced[place] for place in places]
+        decided = self._decided({self.state.by_place[place]: grad for place, grad in reduced.items()})
+        with tf.control_dependencies(decided):
+            return tf.nest.map_structure(tf.identity, grads, expand_composites=True) if decided else grads
+
+    def _decided(self, reduced: dict[Slot, Gradient]) -> list[Any]:
+        """What compressors decide for several tensors together, once these are reduced."""
+        slots = [slot for slot in reduced if slot.compressor.across_tensors and slot.worker_state and not slot.sparse]
+        decided = []
+        for compressor, alike in by(slots, lambda slot: slot.compressor).items():
+            with tf.control_dependencies([reduced[slot] for slot in alike]):
+                at = {"step": alike[0].step.read_value(), "rank": alike[0].workers.rank, "world": alike[0].workers.world}
+                told = [(slot.info.part(*slot.pieces[slot.workers.local[0]]).at(**at), slot.worker_state) for slot in alike]
+                decided.append((Traced if compressor.native else Hosted)(compressor).between_steps(told))
+        return [done for done in decided if done is not None]
 
     def _buckets(self, given: dict[int, Gradient]) -> list[list[int]]:
         """Which gradients travel together, by their places; those that are expected to be complete first come first."""

@@ -51,6 +51,9 @@ class Bound(State):
         Raises:
             ValueError: if ``tensor`` is the gradient of no bound variable.
         """
+        if self.compressor.across_tensors:
+            raise ValueError(f"{self.compressor.spec} can't be used in Horovod's own tape or optimizer, which don't tell it when a "
+                             "step ends; use hvd_quant.tensorflow.DistributedGradientTape or DistributedOptimizer")
         slot = self._take(tensor)
         if slot.kinds() == ("dense", "dense"):
             return tensor, None

@@ -21,6 +21,7 @@ from hvd_quant.exchange import buckets, cost
 from hvd_quant.exchange.checkpoint import check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
+from hvd_quant.ops import torch as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.torch import network
 from hvd_quant.torch.exchanges import OWNER, Cargo, Flight, Sparse, Workers
@@ -203,11 +204,18 @@ class Reducer:
         flights = [flight for bucket in planned for flight in bucket.flights]
         self._forget()
         self.complete(flights)
+        self._decide_together([one.slot for flight in flights if flight.kind != "dense" for one in flight.cargo])
         if flights and not self._settled:
             self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo})
         if self._grown:
             self._grown, self._planned_for = False, None
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
+
+    def _decide_together(self, slots: list[Slot]) -> None:
+        """What compressors decide for the tensors that have travelled in a step together; those on one device."""
+        slots = [slot for slot in slots if slot.compressor.across_tensors]
+        for (compressor, _), alike in _by(slots, lambda slot: (slot.compressor, slot.parameter.device)).items():
+            compressor.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
     def complete(self, flights: list[Flight]) -> None:
         """Finish flights in order. After an error, the others are waited for and taken back, so that none stays in flight and

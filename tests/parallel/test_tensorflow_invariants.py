@@ -1,11 +1,15 @@
 """The invariants, for each compressor: replicas, nothing lost, nothing poisoned, state, and the same as PyTorch."""
 
+from dataclasses import dataclass
+
+import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
-from hvd_quant import exchange
+from hvd_quant import Compression, exchange
+from hvd_quant.compressors import TopK
 from hvd_quant.ops import generic
 from hvd_quant.tensorflow.reducer import Reducer
 from tests.conftest import CODECS
@@ -225,3 +229,55 @@ def test_shapes_of_all_kinds():
         kinds = reducer.stats()["exchanges"]
         assert sum(map(len, kinds.values())) == len(sizes)
         assert exchange.choose(compressor, reducer.state.slot(weights[2]).info) in ("dense", "allreduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InArrays(TopK):
+    """The same in array operations, which TensorFlow calls on the host."""
+
+
+@pytest.mark.parametrize("kind", [TopK, InArrays])
+@pytest.mark.parametrize("way", ["allgather", "sra"])
+def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(kind, way):
+    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification."""
+    compressor, weights = kind(ratio=0.05, min_numel=100, scope="model", exchange=way), variables()
+    reducer, simulated = Reducer(compressor, weights, name="test"), Simulation(compressor, generic, SHAPES, np.array, np.asarray)
+    large = ["a/kernel", "b/kernel"]
+    reduce = tf.function(lambda grads: reducer.reduce(grads, weights))
+    for step in range(5):
+        gradients = [{n: g * np.float32(0.1 if n == "a/kernel" else 1) for n, g in of_one.items()} for of_one in recorded(step)]
+        given = [tf.constant(gradients[RANK][name]) for name in SHAPES]
+        reduced = dict(zip(SHAPES, reduce(given) if step % 2 else reducer.reduce(given, weights)))
+        for name in SHAPES:
+            expected = simulated.reduce(name, [g[name] for g in gradients], step)
+            np.testing.assert_allclose(reduced[name], expected, rtol=1e-6, atol=1e-6)
+        for of_one in simulated.states:
+            compressor.between_steps(generic, [(simulated.infos[n], of_one[n]) for n in large])
+        found = reducer.state_dict()["tensors"]
+        for name in large:
+            for key, value in simulated.states[RANK][name].items():
+                np.testing.assert_allclose(found[name]["state"][key], value, rtol=1e-6, atol=1e-6)
+        assert float(found[large[0]]["state"]["threshold"][0]) == float(found[large[1]]["state"]["threshold"][0]) > 0
+
+
+def test_a_threshold_for_the_whole_model_in_a_session_and_in_horovods_tape():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        w, b = (tf.compat.v1.get_variable(name, initializer=np.zeros(300, np.float32)) for name in "wb")
+        loss = tf.reduce_sum((w - (RANK + 1.0)) ** 2 * np.linspace(0, 1, 300, dtype=np.float32)) + tf.reduce_sum((b - 3.0) ** 2)
+        optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1),
+                                             compression="topk:ratio=0.1,min_numel=0,scope=model")
+        train_op = optimizer.minimize(loss, var_list=[w, b])
+        session.run(tf.compat.v1.global_variables_initializer())
+        held = [v for v in tf.compat.v1.get_collection("hvd_quant") if v.name.endswith("threshold:0")]
+        for _ in range(3):
+            session.run(train_op)
+            thresholds = session.run(held)
+            assert len(held) == 2 and thresholds[0][0] == thresholds[1][0] > 0
+    network = Network()
+    bound = Compression.topk(scope="model", min_numel=0).bind(network.variables)
+    with tf.GradientTape() as tape:
+        loss = network.loss(tf.constant(batch(0)))
+    with pytest.raises(ValueError, match="scope=model can't be used in Horovod's own tape or optimizer"):
+        stock.DistributedGradientTape(tape, compression=bound).gradient(loss, network.variables)
+    train(network, range(2), compression=bound)
+    assert all(slot["state"]["threshold"][0] > 0 for slot in bound.state_dict()["tensors"].values() if slot["state"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvd_quant.torch as hvd
-from hvd_quant import TensorInfo, exchange
+from hvd_quant import Compression, TensorInfo, exchange, get_compressor
 from hvd_quant.ops import generic
 from hvd_quant.torch.reducer import Reducer
 from tests.conftest import CODECS, ERROR_FEEDBACK
@@ -202,3 +202,43 @@ def test_a_checkpoint_of_another_worker_or_shape(caplog):
     assert "residual of 0.weight starts at zero: the checkpoint has shape (3,), the model needs shape (1200,)" in caplog.text
     assert "compression state of old is dropped: there is no such parameter" in caplog.text
     assert "compression state of 0.bias was kept for onebit and goes on with topk:min_numel=0,ratio=0.1" in caplog.text
+
+
+def test_a_threshold_for_the_whole_model_is_that_of_the_step_before():
+    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification; a checkpoint holds it."""
+    model, compressor = network(), get_compressor("topk:ratio=0.05,min_numel=0,scope=model,exchange=allgather")
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    infos = {n: TensorInfo.whole(n, s, world=WORLD) for n, s in shapes.items()}
+    large = [n for n in shapes if exchange.compressible(compressor, infos[n])]
+    state = [{n: {k: np.zeros(s, np.float32) for k, s in compressor.state_shapes(infos[n]).items()} for n in large}
+             for _ in range(WORLD)]
+
+    def reducer():
+        return Reducer(list(model.named_parameters()), lambda name: compressor, hvd.Average, 1.0, hvd.global_process_set)
+
+    reduces, scales = reducer(), dict(zip(shapes, (1.0, 0.3, 0.1, 0.3)))
+    for step in range(6):
+        gradients = [{n: scales[n] * torch.randn(s, generator=torch.Generator().manual_seed(97 * step + 7 * r))
+                      for n, s in shapes.items()} for r in range(WORLD)]
+        for n in shapes:
+            reduces.ready(n, gradients[RANK][n].clone())
+        reduced = reduces.finish()
+        payloads = {n: [] for n in large}
+        for r in range(WORLD):
+            for n in large:
+                info, g = dataclasses.replace(infos[n], step=step, rank=r), gradients[r][n].reshape(-1).numpy()
+                params = compressor.measure(generic, g, state[r][n], info)
+                payloads[n].append(compressor.encode(generic, g, state[r][n], params, info))
+            compressor.between_steps(generic, [(infos[n], state[r][n]) for n in large])
+        for n in large:
+            np.testing.assert_array_equal(reduced[n].reshape(-1), compressor.decode_mean(generic, payloads[n], infos[n]))
+            for key, value in state[RANK][n].items():
+                np.testing.assert_array_equal(reduces.state_dict()["tensors"][n]["state"][key], value)
+        if step == 2:
+            kept, reduces = reduces.state_dict(), reducer()
+            reduces.load_state_dict(kept)
+    assert len({float(state[RANK][n]["threshold"][0]) for n in large}) == 1
+    for n, norm in reduces.residual_norms().items():
+        assert norm == pytest.approx(np.linalg.norm(state[RANK][n]["residual"]), rel=1e-5)
+    with pytest.raises(ValueError, match="scope=model can't be bound: Horovod's optimizer doesn't tell it when a step ends"):
+        Compression.topk(scope="model").bind(model.named_parameters())

@@ -21,8 +21,9 @@ try:
 except ImportError:
     pass
 
-SIGNS = [get_compressor(f"topk:min_numel=0,{knobs}") for knobs in ("ratio=0.1,values=sign", "ratio=0.2,values=sign,mean=tensor")]
-CODECS = {**CODECS, **{c.spec: c for c in SIGNS}}
+MORE = [get_compressor(f"topk:min_numel=0,{knobs}") for knobs in (
+    "ratio=0.1,values=sign", "ratio=0.2,values=sign,mean=tensor", "ratio=0.1,scope=model")]
+CODECS = {**CODECS, **{c.spec: c for c in MORE}}
 ERROR_FEEDBACK = {spec: c for spec, c in CODECS.items() if c.memory == "error_feedback"}
 SIZES = [0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 5000, 40_000]
 
@@ -187,7 +188,8 @@ def test_ranges_are_encoded_separately(compressor, backend):
 @every(ERROR_FEEDBACK)
 def test_without_memory_the_first_step_is_the_same_and_nothing_is_kept(compressor, backend):
     forgetful = dataclasses.replace(compressor, memory="none")
-    assert forgetful.state_shapes(TensorInfo.whole("w", (5000,))) == {} and not forgetful.stateful
+    assert "residual" not in forgetful.state_shapes(TensorInfo.whole("w", (5000,)))
+    assert forgetful.stateful == forgetful.across_tensors
     keeping, worker = Worker(compressor, backend, 5000), Worker(forgetful, backend, 5000)
     g = normal(5000)
     np.testing.assert_array_equal(worker.decode(worker.encode(g)), keeping.decode(keeping.encode(g)))
@@ -229,8 +231,97 @@ def test_encoding_on_a_device_never_reads_values_back(compressor):
     state = {k: torch.empty(s, device="meta") for k, s in compressor.state_shapes(record).items()}
     payload = compressor.encode(generic, g, state, compressor.measure(generic, g, state, record), record)
     assert payload.device.type == "meta" and payload.shape == (compressor.payload_bytes(record),)
+    compressor.between_steps(generic, [(record, state), (record, state)])
     with pytest.raises((RuntimeError, NotImplementedError)):  # a decoder checks, so it has to read
         compressor.decode_sum(generic, [payload], record)
+
+
+class Model:
+    """Tensors of one worker with one threshold, and the threshold as the definition has it."""
+
+    def __init__(self, backend, sizes, ratio):
+        self.backend, self.sizes, self.ratio = backend, sizes, ratio
+        self.compressor = get_compressor(f"topk:min_numel=0,ratio={ratio},scope=model")
+        self.tensors = [Worker(self.compressor, backend, numel) for numel in sizes]
+
+    def step(self, grads):
+        """What each tensor sends of its gradient, None taking no part; and what v was."""
+        sent = []
+        for tensor, g in zip(self.tensors, grads):
+            if g is not None:
+                v = g + np.array(tensor.residual)
+                sent.append((tensor.decode(tensor.encode(g)), v))
+        self.compressor.between_steps(self.backend[0], [(t.info, t.state) for t in self.tensors])
+        return sent
+
+    def expected(self, vs, step):
+        """The threshold: samples are taken as many times as they stand for, here in 2^20ths."""
+        samples = [abs(np.asarray(generic.sample(v, None, step))) for v in vs]
+        weights = np.concatenate([np.full(s.size, v.size * 2**20 // s.size) for s, v in zip(samples, vs)])
+        magnitudes = np.concatenate(samples)
+        for t in sorted(set(magnitudes), reverse=True):
+            if weights[magnitudes >= t].sum() > self.ratio * weights.sum():
+                return np.nextafter(t, np.float32(np.inf))
+        return np.nextafter(np.float32(0), np.float32(1))
+
+    @property
+    def thresholds(self):
+        return [np.asarray(t.state["threshold"])[0] for t in self.tensors]
+
+
+@pytest.mark.parametrize("ratio", [0.003, 0.1, 1.0])
+def test_a_threshold_for_the_whole_model(backend, ratio):
+    sizes, scales = [60_000, 5000, 300, 1], np.float32([0.01, 1, 0.1, 0.3])
+    model = Model(backend, sizes, ratio)
+    assert model.thresholds == [0] * 4
+    tau = None
+    for step in range(4):
+        sent = model.step([normal(n, 10 * step + n) * scale for n, scale in zip(sizes, scales)])
+        if tau:  # that of the step before
+            for decoded, v in sent:
+                beyond = abs(v) >= tau
+                if ratio < 1 and 0 < beyond.sum() <= generic.slots_for(min(1, 2 * ratio), v.size):
+                    np.testing.assert_array_equal(decoded != 0, beyond)
+        tau = model.expected([v for _, v in sent], step)
+        assert model.thresholds == [tau] * 4
+    if ratio == 0.1:  # of 65,301 entries, 5300 are larger than most others
+        assert sum((decoded != 0).sum() for decoded, _ in sent) < 0.13 * sum(sizes)
+        assert (sent[1][0] != 0).mean() == pytest.approx(0.2, abs=0.01)  # all that there is room for
+
+
+def test_the_threshold_of_a_model_without_some_of_its_tensors(backend):
+    model = Model(backend, [5000, 300, 70], 0.05)
+    model.step([None] * 3)
+    assert model.thresholds == [0] * 3  # nothing was sampled, as in a warm-up
+    (_, v), = model.step([normal(5000), None, None])
+    tau = model.expected([v], 0)
+    assert model.thresholds == [tau] * 3
+    (_, other), = model.step([None, normal(300) * np.float32(100), None])  # the first stands for what it had
+    assert model.thresholds[0] == model.thresholds[2] > tau
+    bad = normal(5000, 1)
+    bad[:] = np.nan
+    model.step([bad, None, None])
+    assert np.isfinite(model.thresholds).all() and np.isfinite(np.asarray(model.tensors[0].state["magnitudes"])).all()
+
+
+@pytest.mark.parametrize("kind", special(1))
+def test_backends_agree_on_the_threshold_of_a_model(kind):
+    sizes, found = [70_000, 4097, 12], []
+    for backend in BACKENDS.values():
+        model = Model(backend, sizes, 0.01)
+        for _ in range(2):
+            with np.errstate(over="ignore"):
+                model.step([special(n)[kind] * np.float32(i + 1) for i, n in enumerate(sizes)])
+            found.append(np.array([np.asarray(x).view(np.int32) for x in model.thresholds]))
+    np.testing.assert_array_equal(found, [found[0], found[1]] * (len(found) // 2))
+
+
+def test_an_owner_has_a_threshold_of_its_own():
+    model, tensor = get_compressor("topk:scope=model"), get_compressor("topk")
+    assert model.state_shapes(info(5000), "owner") == tensor.state_shapes(info(5000), "owner") == {"residual": (5000,)}
+    assert model.state_shapes(info(5000)) == {"residual": (5000,), "magnitudes": (4096,), "threshold": (2,)}
+    assert not tensor.across_tensors and tensor.between_steps(generic, []) is None
+    assert model.payload_bytes(info(2**20)) > 1.8 * tensor.payload_bytes(info(2**20))
 
 
 def info(numel, world=2, **known):

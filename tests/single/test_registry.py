@@ -38,7 +38,7 @@ def test_spec_gives_the_compressor_back(compressor):
 
 def test_every_knob_survives_its_spec():
     other = {"exchange": "allgather", "memory": "none", "warmup": 3, "min_numel": 7, "tau": 0.25, "capacity": 0.5,
-             "block_size": 64, "zeros": True, "ratio": 0.125, "values": "sign", "mean": "tensor", "schedule": "dgc",
+             "block_size": 64, "zeros": True, "ratio": 0.125, "values": "sign", "mean": "tensor", "scope": "model", "schedule": "dgc",
              "schedule_steps": 5}
     for name in BUILT_IN:
         cls = registry.compressor_class(name)
@@ -66,6 +66,7 @@ def test_ready_made_and_classes():
     ("topk:values=int8", ValueError, "topk: values='int8' is not accepted; give 'float32' or 'float16' or 'sign' or '2bit'"),
     ("topk:values=sign,mean=block", ValueError, "topk: mean='block' is not accepted; give 'unit' or 'tensor'"),
     ("topk:values=2bit,mean=tensor", ValueError, "topk: mean='tensor' is not accepted; give 'unit' with values='2bit'"),
+    ("topk:scope=layer", ValueError, "topk: scope='layer' is not accepted; give 'tensor' or 'model'"),
     ("topk:schedule=cosine", ValueError, "topk: schedule='cosine' is not accepted; give 'none' or 'dgc' or 'merging'"),
     ("adaptive:schedule_steps=0", ValueError, "adaptive: schedule_steps=0 is not accepted; give a whole number of steps, 1 or more"),
     ("onebit:block_size=100", ValueError, "onebit: block_size=100 is not accepted; give a multiple of 64"),

@@ -16,7 +16,7 @@ ops = pytest.importorskip("hvd_quant.ops.tensorflow", exc_type=ImportError)
 
 from hvd_quant import wire  # noqa: E402
 from hvd_quant.ops import generic  # noqa: E402
-from hvd_quant.ops.layout import slots_for  # noqa: E402
+from hvd_quant.ops.layout import sample_size, slots_for  # noqa: E402
 from tests.single.codes import (CASTS, CODECS, FUZZED, INPUTS, SIZES, Codec, assert_same_payload,  # noqa: E402
                                 assert_same_residual, bits, mutations, normal, zeros)
 
@@ -112,6 +112,31 @@ def test_thresholds(kind):
                     held = None if residual is None else variable(residual)
                     found = getattr(ops, name)(grad, held, ratio, 11)
                     np.testing.assert_array_equal(bits(found), bits(getattr(generic, name)(grad, residual, ratio, 11)))
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_threshold_for_the_whole_model(kind):
+    sizes, ratio = [9000, 4097, 0, 12], 0.01
+    held = [[variable(x) for x in (zeros(n), zeros(sample_size(n)), zeros(2))] for n in sizes]
+    expected = [[x.numpy() for x in of_one] for of_one in held]
+    measure = tf.function(lambda i, g, step: ops.model_measure(g, held[i][0], ratio, step, *held[i][1:]))
+
+    @tf.function
+    def decide():
+        ops.model_threshold([(m, t, n) for (_, m, t), n in zip(held, sizes)], ratio)
+
+    decide()
+    assert not any(t.numpy().any() for _, _, t in held)
+    for step in range(3):
+        for i, n in enumerate(sizes):
+            grad = INPUTS[kind](n) * np.float32(0.5 + i)
+            found = measure(i, tf.constant(grad), tf.constant(step, tf.int64))
+            np.testing.assert_array_equal(bits(found), bits(generic.model_measure(grad, expected[i][0], ratio, step, *expected[i][1:])))
+        decide()
+        generic.model_threshold([(m, t, n) for (_, m, t), n in zip(expected, sizes)], ratio)
+        for of_one, same in zip(held, expected):
+            for x, y in zip(of_one, same):
+                np.testing.assert_array_equal(bits(x), bits(y))
 
 
 def test_lengths_that_are_unknown_when_traced():
@@ -531,6 +556,8 @@ G, E = normal(100), variable(zeros(100))
     (lambda: ops.topk_encode(G, E, np.ones(2, np.float32), 8, "float32", 0), r"thresholds is \(1, 1\), expected a"),
     (lambda: ops.topk_encode(G, E, np.ones(3, np.float32), 8, "float32", 0), "thresholds has 3 entries, expected 2"),
     (lambda: ops.topk_encode(G, E, [1.0, -1.0], 8, "int8", 0), "values is int8, expected float32, float16, sign,"),
+    (lambda: ops.model_measure(G, E, 0.0, 0, E, variable(zeros(2))), "ratio is 0, expected 0 < ratio <= 1"),
+    (lambda: ops.model_measure(G, E, 0.1, 0, E, variable(zeros(3))), "threshold has 3 entries, expected 2"),
     (lambda: ops.cast_encode(G, "int8", "x"), "dtype is int8, expected float32, float16 or bfloat16"),
     (lambda: ops.topk_measure(G, E, 1.5, 0), "ratio is 1.5, expected 0 < ratio <= 1"),
     (lambda: ops.onebit_decode_sum([np.zeros(40, np.uint8)], 9, 64, out=G), r"out has shape \[100\], expected \[9\]"),
