@@ -1,0 +1,60 @@
+"""The pages of docs/schemes say what is so: knobs and their defaults, sizes, and something under each heading."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hvd_quant import Compressor, TensorInfo, get_compressor
+from hvd_quant.registry import compressor_class
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "schemes"
+COMMON = {field.name: field.default for field in dataclasses.fields(Compressor)}
+OWN_CODES = ["none", "fp16", "bf16", "onebit", "threshold", "adaptive", "topk"]
+HEADINGS = ["Formula", "When to use it", "Knobs", "State", "Wire size", "Source"]
+
+
+def page_of(name):
+    return PAGES / f"{'half' if name in ('none', 'fp16', 'bf16') else name}.md"
+
+
+def knobs(text):
+    """Names and defaults in the rows of tables: ``| `a`, `b` | `1`, `2` | ...``."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\(must be given\)|`[^|]*`) \|", text, re.M)
+    return {name: default for names, defaults in rows
+            for name, default in zip(re.findall(r"`(\w+)`", names), re.findall(r"`([^`]*)`", defaults) or [None] * 9)}
+
+
+@pytest.mark.parametrize("name", OWN_CODES)
+def test_each_code_has_a_page_that_names_its_knobs(name):
+    fields = {field.name: field.default for field in dataclasses.fields(compressor_class(name)) if field.name not in COMMON}
+    expected = {knob: None if default is dataclasses.MISSING else str(default) for knob, default in fields.items()}
+    assert knobs(page_of(name).read_text()) == expected
+
+
+def test_the_knobs_of_all_are_named():
+    assert knobs((PAGES / "README.md").read_text().partition("## Knobs of all")[2]) == {k: str(v) for k, v in COMMON.items()}
+    for page in ("momentum", "merging", "ef21"):
+        found = knobs((PAGES / f"{page}.md").read_text())
+        assert found and found == {knob: str(COMMON[knob]) for knob in found}, page
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_has_something_under_each_heading(page):
+    text = page.read_text()
+    if page.stem != "README":
+        sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+        assert all(sections.get(heading, "").strip() for heading in HEADINGS)
+        source = get_compressor(match[1]).spec if (match := re.search(r'compression="([^"]+)"', text)) else None
+        assert source or page.stem == "model_averaging"
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert "://" in link or (page.parent / link).exists(), f"{page.stem} points to {link}"
+
+
+@pytest.mark.parametrize("name", [name for name in OWN_CODES if page_of(name).stem != "half"])
+def test_the_size_of_a_message(name):
+    size, times = re.search(r"1024 × 1024 entries takes ([\d,]+) bytes, ([\d.]+) times", page_of(name).read_text()).groups()
+    spec = re.search(r'compression="([^"]+)"', page_of(name).read_text())[1]
+    nbytes = get_compressor(spec).payload_bytes(TensorInfo.whole("w", (1024, 1024)))
+    assert (size, times) == (f"{nbytes:,}", f"{4 * 2**20 / nbytes:.1f}")
