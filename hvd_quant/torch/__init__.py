@@ -21,6 +21,8 @@ except (ImportError, AttributeError) as error:
 from horovod.torch import *  # noqa: F403
 
 from hvd_quant import Compression  # noqa: F401
+from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401
 from hvd_quant.torch.optimizer import DistributedOptimizer  # noqa: F401
 
 # Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.
