@@ -45,8 +45,11 @@ from horovod.tensorflow.keras import *  # noqa: F403
 import hvd_quant.keras.callbacks as callbacks  # noqa: F401  "from ... import" would find Horovod's, just imported
 import hvd_quant.keras.elastic as elastic  # noqa: F401
 from hvd_quant import Compression  # noqa: F401
+from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.keras.averaging import ModelAveragingOptimizer  # noqa: F401
 from hvd_quant.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model  # noqa: F401
 from hvd_quant.tensorflow import broadcast_variables  # noqa: F401
+from hvd_quant.tensorflow.averaging import average_parameters  # noqa: F401
 from hvd_quant.tensorflow.guard import install_guard as _install_guard
 from hvd_quant.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: F401
 

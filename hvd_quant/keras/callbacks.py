@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from horovod.tensorflow.mpi_ops import Min
 
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.keras.reducing import reducing, warn_if_not_reduced
+from hvd_quant.tensorflow.averaging import average_parameters, statistics
 from hvd_quant.tensorflow.functions import broadcast_variables
 from hvd_quant.tensorflow.variables import make_variables, variables_of
 from hvd_quant.tensorflow.variables import plain
@@ -66,7 +68,41 @@ class BroadcastGlobalVariablesCallback(Callback):
         with tf.device(self.device):
             broadcast_variables([v for v in self.model.weights if id(plain(v)) not in self._local], self.root_rank)
             broadcast_variables(variables_of(self.model.optimizer), self.root_rank)
+        averager = getattr(reducing(self.model.optimizer), "_hvd_averager", None)
+        if averager is not None:
+            averager.restart()
         self.broadcast_done = True
+
+
+class AverageParametersCallback(Callback):
+    """Bring workers together that train apart for some steps, before each validation and at the end of each epoch.
+
+    With a ModelAveragingOptimizer, by its ``average()``; otherwise all weights of the model are averaged. Put it before callbacks
+    that save the model or evaluate it.
+    """
+
+    _moved = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        settings = getattr(reducing(self.model.optimizer), "_hvd_settings", None)
+        if getattr(settings, "model", self) is None and statistics(self.model):
+            warnings.warn(f"{statistics(self.model)[0].name} and other statistics of this model stay each worker's own: give "
+                          "ModelAveragingOptimizer(..., model=model) to average them too", stacklevel=2)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._moved = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._moved:
+            optimizer = reducing(self.model.optimizer)
+            if hasattr(optimizer, "average"):
+                optimizer.average()
+            else:
+                average_parameters(self.model)
+        self._moved = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.on_test_begin()
 
 
 class MetricAverageCallback(Callback):

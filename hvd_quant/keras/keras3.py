@@ -22,6 +22,7 @@ from horovod.tensorflow import mpi_ops
 from keras import ops
 
 import hvd_quant.keras.hooks  # noqa: F401  wraps two methods of Keras
+from hvd_quant.keras.averaging import Averaging, AveragingSettings
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
 from hvd_quant.tensorflow.reducer import Gradient
@@ -44,7 +45,8 @@ def distribute(optimizer: keras.optimizers.Optimizer, settings: Settings) -> ker
         cls = derived(Scaling, type(optimizer), _hvd_settings=settings, _hvd_distribute=staticmethod(distribute))
         made = cls(**config)
     else:
-        made = derived(Distributed, type(optimizer), _hvd_settings=settings).from_config(_config(optimizer))
+        mixin = Averaged if isinstance(settings, AveragingSettings) else Distributed
+        made = derived(mixin, type(optimizer), _hvd_settings=settings).from_config(_config(optimizer))
         copy_what_no_config_has(optimizer, made)
     if optimizer.built:
         made.build(optimizer._trainable_variables)
@@ -181,6 +183,31 @@ class Distributed(Reducing):
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
         return list(trainable_variables)
+
+
+class Averaged(Averaging, Distributed):
+    """What a model-averaging optimizer's class has beside that of the optimizer it was made from."""
+
+    def apply(self, grads: list[Gradient | None], trainable_variables: list[Any] | None = None) -> None:
+        """Take a step with this worker's gradients, and average where it is time."""
+        if self._hvd_reduced:
+            return super().apply(grads, trainable_variables)
+        variables = self._hvd_known(trainable_variables)
+        self._hvd_averager.begin()
+        super().apply(grads, variables)
+        self._hvd_averager.count()
+
+    def apply_scaled(self, scaler: LossScaleOptimizer, grads: list[Gradient | None], variables: list[Any]) -> None:
+        """Take a step if this worker's gradients are finite, as the LossScaleOptimizer around this does, and count it anyway: all
+        workers have to average together."""
+        self._hvd_averager.begin()
+        vars(self)["_hvd_reduced"] = True
+        try:
+            tf.cond(scaler.check_finite(grads), lambda: scaler._stateful_handle_finite_grads(grads, variables),
+                    scaler._stateful_handle_non_finite_grads)
+        finally:
+            vars(self)["_hvd_reduced"] = False
+        self._hvd_averager.count()
 
 
 def _each(operation: Callable, grads: list[Gradient | None], factor: Any) -> list[Gradient | None]:

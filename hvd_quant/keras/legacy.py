@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from hvd_quant.keras.averaging import Averaging, AveragingSettings
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
 from hvd_quant.keras.window import Window, add_up
 from hvd_quant.tensorflow.variables import make_variables, scale_of, variables_of
@@ -41,7 +42,8 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
     learning_rate = optimizer._hyper["learning_rate"] if old_kind else optimizer._learning_rate
     if callable(learning_rate):  # a schedule, or another function, and not what its configuration makes of it
         config["learning_rate"] = learning_rate
-    cls = derived(DistributedOld if old_kind else DistributedNew, type(optimizer), _hvd_settings=settings)
+    kinds = (AveragedNew, AveragedOld) if isinstance(settings, AveragingSettings) else (DistributedNew, DistributedOld)
+    cls = derived(kinds[old_kind], type(optimizer), _hvd_settings=settings)
     made = cls.from_config(config)
     copy_what_no_config_has(optimizer, made)
     values, there = [v.numpy() for v in variables_of(optimizer)], variables_of(made)
@@ -178,6 +180,34 @@ class DistributedOld(Distributed):
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """(gradient, variable) pairs, with reduced gradients."""
         return self._compute_gradients(loss, var_list, None, tape)
+
+
+class Averaged(Averaging):
+    """What a model-averaging optimizer's class has in front of that, in both kinds."""
+
+    def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
+        """Take a step with this worker's gradients, and average where it is time."""
+        if self._hvd_scaled():
+            raise ValueError("ModelAveragingOptimizer can't be combined with tf_keras's LossScaleOptimizer, which skips a step on some "
+                             "workers only: use Keras 3, or the policy mixed_bfloat16")
+        grads_and_vars = list(grads_and_vars)
+        variables = [variable for _, variable in grads_and_vars]
+        with tf.init_scope():
+            make_variables(self, variables)
+        if self._hvd_averager is None:
+            self._hvd_build(variables)
+        self._hvd_averager.begin()
+        result = super().apply_gradients(grads_and_vars, *args, **kwargs)
+        self._hvd_averager.count()
+        return result
+
+
+class AveragedNew(Averaged, DistributedNew):
+    """For ``tf_keras.optimizers.Optimizer``."""
+
+
+class AveragedOld(Averaged, DistributedOld):
+    """For ``tf_keras.optimizers.legacy.Optimizer``."""
 
 
 class _CallableList(list):

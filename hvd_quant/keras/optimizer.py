@@ -84,7 +84,7 @@ def DistributedOptimizer(
         compression = resolve(compression)
         if isinstance(compression, Mapping):
             selector(compression)  # raises for what can't be in one
-    return _frontend(optimizer).distribute(optimizer, Settings(
+    return frontend(optimizer, "DistributedOptimizer").distribute(optimizer, Settings(
         name, device_dense, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
         average_aggregated_gradients, groups, process_set, scale_local_gradients, checked_bucket_bytes(bucket_bytes)))
 
@@ -156,8 +156,12 @@ def load_model(filepath: Any, custom_optimizers: Iterable[type] | None = None,
     return model
 
 
-def _frontend(optimizer: Any) -> Any:
-    """The module that distributes optimizers of this kind."""
+def frontend(optimizer: Any, taker: str) -> Any:
+    """The module that distributes optimizers of this kind.
+
+    Raises:
+        TypeError: in the name of ``taker``, for something else.
+    """
     keras, tf_keras = (getattr(sys.modules.get(name), "optimizers", None) for name in ("keras", "tf_keras"))
     if keras and isinstance(optimizer, keras.Optimizer):
         return importlib.import_module("hvd_quant.keras.keras3")
@@ -166,8 +170,7 @@ def _frontend(optimizer: Any) -> Any:
     hint = ""
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         hint = "; for one of tf.compat.v1.train use hvd_quant.tensorflow"
-    raise TypeError("DistributedOptimizer takes an optimizer object such as keras.optimizers.SGD(0.1), not "
-                    f"{optimizer!r}{hint}")
+    raise TypeError(f"{taker} takes an optimizer object such as keras.optimizers.SGD(0.1), not {optimizer!r}{hint}")
 
 
 class _Maker:

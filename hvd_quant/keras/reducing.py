@@ -143,8 +143,7 @@ def undistributed(optimizer: Any) -> None:
         ValueError: if gradients are reduced in this optimizer or in one inside it.
     """
     if reducing(optimizer) is not None:
-        raise ValueError(f"this {type(optimizer).__name__} is distributed already: give DistributedOptimizer the one "
-                         "that it was made from")
+        raise ValueError(f"this {type(optimizer).__name__} is distributed already: wrap the one that it was made from")
 
 
 def copy_what_no_config_has(old: Any, new: Any) -> None:

@@ -21,9 +21,11 @@ from horovod.tensorflow import *  # noqa: F403
 
 import hvd_quant.tensorflow.elastic as elastic  # noqa: F401 - "from ... import" would find Horovod's, just imported
 from hvd_quant import Compression  # noqa: F401
+from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.tensorflow.averaging import average_parameters  # noqa: F401
 from hvd_quant.tensorflow.functions import broadcast_global_variables, broadcast_variables  # noqa: F401
 from hvd_quant.tensorflow.guard import install_guard as _install_guard
-from hvd_quant.tensorflow.optimizer import DistributedOptimizer  # noqa: F401
+from hvd_quant.tensorflow.optimizer import DistributedOptimizer, ModelAveragingOptimizer  # noqa: F401
 from hvd_quant.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: F401
 from hvd_quant.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape  # noqa: F401
 

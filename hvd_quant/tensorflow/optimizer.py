@@ -84,3 +84,10 @@ def DistributedOptimizer(
     if wrapped._agg_helper:
         wrapped._agg_helper.allreduce_grads = reduce
     return wrapped
+
+
+def ModelAveragingOptimizer(optimizer: Any, **arguments: Any) -> Any:
+    """Wrap a Keras optimizer so that the workers average their variables and not their gradients: see
+    :func:`hvd_quant.keras.ModelAveragingOptimizer`."""
+    import hvd_quant.keras as keras
+    return keras.ModelAveragingOptimizer(optimizer, **arguments)
