@@ -113,7 +113,7 @@ class Averager(tf.Module):
     def _interval(self) -> Any:
         if not callable(self._every):
             return self._every
-        return tf.numpy_function(lambda step: np.int64(averaging.interval(self._every, int(step))), [self.steps], tf.int64)
+        return tf.ensure_shape(tf.py_function(lambda step: averaging.interval(self._every, int(step)), [self.steps], tf.int64), [])
 
     def _agreed(self, deltas: list[tf.Tensor], also: list[Any]) -> tf.Tensor:
         """Something that is there once the workers agree."""
@@ -127,11 +127,11 @@ class Averager(tf.Module):
                                     ignore_name_scope=True, process_set=self._process_set)
         ranks, names = self._process_set.ranks, [slot.info.name for slot in slots]
 
-        def check(reports: np.ndarray) -> np.int64:
-            averaging.require_agreement(reports.tolist(), ranks, names)
-            return np.int64(_COMPARED)
+        def check(reports: tf.Tensor) -> int:
+            averaging.require_agreement(reports.numpy().tolist(), ranks, names)
+            return _COMPARED
 
-        agreed = tf.numpy_function(check, [reports], tf.int64)
+        agreed = tf.ensure_shape(tf.py_function(check, [reports], tf.int64), [])
         self.known.assign(agreed)
         return agreed
 
@@ -205,7 +205,7 @@ def average_parameters(what: Any, process_set: ProcessSet = global_process_set) 
 
     Arguments:
         what: a Keras model, whose weights are averaged, statistics of batch normalisation among them; or a list of variables,
-            TensorFlow's or Keras's, in the same order on all workers.
+            TensorFlow's or Keras's, in the same order on all workers; or one.
         process_set: the workers to average over.
 
     Returns:
@@ -214,10 +214,10 @@ def average_parameters(what: Any, process_set: ProcessSet = global_process_set) 
     Raises:
         TypeError: for something else.
     """
-    variables = [plain(v) for v in getattr(what, "weights", what)] if isinstance(what, Iterable) or hasattr(what, "weights") else [what]
-    for variable in variables:
-        if not isinstance(variable, tf.Variable):
-            raise TypeError(f"average_parameters takes a Keras model or a list of variables, not {variable!r:.100}")
+    given = getattr(what, "weights", what)
+    variables = [plain(v) for v in given] if isinstance(given, list | tuple) else [plain(given)]
+    if not all(isinstance(v, tf.Variable) for v in variables):
+        raise TypeError(f"average_parameters takes a Keras model or a list of variables, not {what!r:.100}")
     done = [op for op, _ in _average(variables, process_set)]
     return None if tf.executing_eagerly() else tf.group(*done)
 
