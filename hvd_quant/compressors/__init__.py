@@ -5,7 +5,10 @@ from hvd_quant.compressors.base import Compressor, TensorInfo
 from hvd_quant.compressors.half import BF16, FP16
 from hvd_quant.compressors.none import NoCompression
 from hvd_quant.compressors.onebit import OneBit
+from hvd_quant.compressors.powersgd import PowerSGD
+from hvd_quant.compressors.randomk import RandomK
 from hvd_quant.compressors.threshold import Threshold
 from hvd_quant.compressors.topk import TopK
 
-__all__ = ["BF16", "FP16", "Adaptive", "Compressor", "NoCompression", "OneBit", "TensorInfo", "Threshold", "TopK"]
+__all__ = ["BF16", "FP16", "Adaptive", "Compressor", "NoCompression", "OneBit", "PowerSGD", "RandomK", "TensorInfo", "Threshold",
+           "TopK"]

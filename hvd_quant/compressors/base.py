@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -59,6 +60,10 @@ class TensorInfo:
         """The record of the entries from ``start`` up to ``stop`` of the flattened tensor."""
         return self.at(numel=stop - start, range=(start, stop))
 
+    def key(self, seed: int) -> int:
+        """64 bits for a random code to start from, the same on all workers and at all steps."""
+        return int.from_bytes(hashlib.blake2b(f"{seed} {self.seed} {self.name}".encode(), digest_size=8).digest(), "little")
+
     def at(self, **known: Any) -> TensorInfo:
         """The record with other values. (``dataclasses.replace`` takes many times as long, for hundreds of ranges a step.)"""
         record = object.__new__(type(self))
@@ -104,6 +109,8 @@ class Compressor:
     """Whether payloads may be summed as they are, by an allreduce; then :meth:`rounds` says how."""
     sparse: ClassVar[bool] = False
     """Whether most entries are not sent, and decode to 0."""
+    allreduces: ClassVar[int] = 1
+    """How many allreduces one after another that takes: as many as :meth:`rounds` yields vectors."""
     native: ClassVar[bool] = False
     """Whether the methods use nothing but the codes in ``ops``, so that TensorFlow can trace them into a graph. Others are
     called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
@@ -258,11 +265,13 @@ class Compressor:
         return ((0, None), (self.warmup, self)) if self.warmup else ((0, self),)
 
     def rounds(self, ops: Any, grad: Array, state: Mapping[str, Array], info: TensorInfo,
-               out: Array) -> Generator[Array, Array, Array]:
-        """How a linear code reduces a gradient by allreduce: one or more rounds, written as a generator.
+               out: Array) -> Generator[Array, Array, tuple[Array, Any]]:
+        """How a linear code reduces a gradient by allreduce: :attr:`allreduces` rounds, written as a generator.
 
-        It yields a vector, is sent back its sum over the workers, and in the end returns the mean gradient, which it may
-        have written into ``out``. ``out`` may be ``grad`` itself.
+        It yields a vector, is sent back its sum over the workers in the same memory, and in the end returns the mean gradient,
+        which it may have written into ``out``, and whether the exchange counts: with a value that was not finite it may be void,
+        the mean NaN throughout and all state as before. ``out`` may be ``grad`` itself. Until the last sum is there, nothing
+        but what is yielded may change: an exchange that is cancelled, or fails, ends before.
         """
         raise NotImplementedError(f"{self.name} is not linear: it can't be exchanged by allreduce")
 
@@ -301,6 +310,11 @@ class Compressor:
     def averaging(self) -> int:
         """Steps between two averagings of the parameters, 0 where there are none."""
         return self.average_every or (AVERAGE_EVERY if self.merge != "none" else 0)
+
+    @property
+    def allreduced(self) -> bool:
+        """Whether it travels by one allreduce, or several, of whole tensors among all workers."""
+        return self.linear and self.exchange in ("auto", "allreduce")
 
     @property
     def stateful(self) -> bool:
@@ -370,6 +384,15 @@ def stock_hooks(tensor: Any) -> Any:
         return importlib.import_module("hvd_quant.tensorflow.stock")
     raise ValueError("a PyTorch tensor or a TensorFlow tensor or variable is expected, not a "
                      f"{type(tensor).__module__}.{type(tensor).__name__}")
+
+
+def conclude(code: Generator[Array, Array, tuple[Array, Any]], total: Array) -> tuple[Array, Any]:
+    """What :meth:`Compressor.rounds` returns when it gets the last sum."""
+    try:
+        code.send(total)
+    except StopIteration as end:
+        return end.value
+    raise TypeError("rounds() yields more vectors than the compressor's allreduces says")
 
 
 def is_int(x: Any) -> bool:

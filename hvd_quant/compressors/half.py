@@ -49,9 +49,9 @@ class FP16(_Half):
     dtype = "float16"
     linear = True
 
-    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, Any]:
+    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, tuple[Any, bool]]:
         total = yield ops.divide_to_half(grad, info.world)
-        return ops.widen(total, out)
+        return ops.widen(total, out), True
 
     def compress(self, tensor):
         return stock_hooks(tensor).compress_half(tensor)

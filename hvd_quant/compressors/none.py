@@ -34,9 +34,9 @@ class NoCompression(Compressor):
     def decode_mean(self, ops, payloads, info, out=None):
         return ops.cast_decode_sum(payloads, info.numel, "float32", self.name, out=out, scale=1 / info.world)
 
-    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, Any]:
+    def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, tuple[Any, bool]]:
         total = yield grad
-        return ops.divide(total, info.world, out)
+        return ops.divide(total, info.world, out), True
 
     def compress(self, tensor):
         return tensor, None

@@ -44,8 +44,7 @@ def compressible(compressor: Compressor, info: TensorInfo) -> bool:
     """Whether a tensor travels compressed at all once the warm-up is over, by its size."""
     if compressor.name == "none":
         return compressor.exchange != "auto"
-    bare = compressor.linear and compressor.exchange in ("auto", "allreduce")
-    payload = compressor.payload_bytes(info) - (wire.HEADER_BYTES if bare else 0)
+    payload = compressor.payload_bytes(info) - (wire.HEADER_BYTES if compressor.allreduced else 0)
     return info.numel >= compressor.min_numel and payload < 4 * info.numel
 
 

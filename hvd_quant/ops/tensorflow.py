@@ -15,13 +15,18 @@ Same names, arguments and bytes, eagerly and in a ``tf.function``. What differs 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from hvd_quant.ops.layout import (  # noqa: F401
     BLOCK, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
+
+
+from hvd_quant.ops.generic import APART, normal
+from hvd_quant.ops.layout import BLOCK, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, units_of  # noqa: F401
 
 _spec = importlib.util.find_spec("hvd_quant._tensorflow_ops")
 _BUILD = ("with tensorflow installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in "
@@ -370,3 +375,144 @@ def clip_norm(grad: tf.Tensor, limit: float, world: Any) -> tf.Tensor:
 def zero_where(sent: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """x, and 0 where ``sent`` isn't."""
     return tf.where(sent != 0, tf.zeros_like(x), x)
+
+
+# --------------------------------------------------------------------------------------------------- randomk, powersgd
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(x: tf.Tensor) -> tf.Tensor:
+    shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
+    x = tf.bitwise.bitwise_and(xor(x, shift(x, 16)) * 0x7FEB352D, _WORD)
+    x = tf.bitwise.bitwise_and(xor(x, shift(x, 15)) * 0x846CA68B, _WORD)
+    return xor(x, shift(x, 16))
+
+
+def draw(key: int, step: Any, count: int) -> tf.Tensor:
+    """``count`` random numbers of 32 bits, int64, that a key of 64 bits and the step decide."""
+    i, step = tf.range(count, dtype=tf.int64), tf.bitwise.bitwise_and(tf.cast(step, tf.int64), _WORD)
+    mixed = _mix(tf.bitwise.bitwise_xor(i, key & _WORD)) + _mix(tf.bitwise.bitwise_xor(step, key >> 32))
+    return _mix(tf.bitwise.bitwise_and(mixed, _WORD))
+
+
+def strata(grad: tf.Tensor, count: int, key: int, step: Any) -> tf.Tensor:
+    """Places of ``count`` different entries, int64, of which each entry is one with the probability count / N."""
+    numel, random = grad.shape.num_elements(), draw(key, step, count + 2)
+    bounds = tf.range(count + 1, dtype=tf.int64) * numel // count
+    place = bounds[:-1] + tf.bitwise.right_shift(random[2:] * (bounds[1:] - bounds[:-1]), 32)
+    turn = tf.bitwise.right_shift(random[0] * numel + tf.bitwise.right_shift(random[1] * numel, 32), 32)
+    return (place + turn) % numel
+
+
+def randomk_encode(grad: tf.Tensor, residual: tf.Variable | None, index: tf.Tensor, scale: float = 1.0) -> tf.Tensor:
+    """The entries of v at ``index`` times ``scale``, NaN if any entry of v is not finite, so that all workers see it; then a
+    small number m that ``index`` decides and m * m, by which they see whether they all have the same."""
+    v, mark = _with(grad, residual), tf.cast(index[:1] % 64, tf.float32)
+    value = tf.gather(v, index) if scale == 1.0 else tf.gather(v, index) * scale
+    return tf.concat([tf.where(tf.reduce_all(tf.math.is_finite(v)), value, float("nan")), mark, mark * mark], 0)
+
+
+def randomk_decode(total: tf.Tensor, grad: tf.Tensor, residual: tf.Variable | None, index: tf.Tensor, world: Any, name: str,
+                   out: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """The mean of what :func:`randomk_encode` made, and whether it was finite; if so, e = v but 0 at ``index``; a
+    ``DataLossError`` if workers don't have the same ``index``."""
+    mark, square = tf.unstack(tf.cast(total[-2:], tf.float64))
+    alike = mark * mark == tf.cast(world, tf.float64) * square
+    total, place = require(total[:-2], tf.where(alike, "", APART.format(name=name))), index[:, None]
+
+    def landed() -> tf.Tensor:
+        kept = [] if residual is None else [
+            residual.assign(tf.tensor_scatter_nd_update(_with(grad, residual), place, tf.zeros_like(total)))]
+        with tf.control_dependencies(kept):
+            return tf.scatter_nd(place, divide(total, world), tf.shape(grad, tf.int64))
+
+    return _if_finite(total, landed, grad)
+
+
+def _with(grad: tf.Tensor, residual: tf.Variable | None) -> tf.Tensor:
+    """v, read after what ``grad`` waits for."""
+    if residual is None:
+        return grad
+    with tf.control_dependencies([grad]):
+        return grad + residual.read_value()
+
+
+def _if_finite(total: tf.Tensor, landed: Callable[[], tf.Tensor], grad: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """What ``landed`` makes, NaN in its place where the total is not finite, and whether it is."""
+    finite = tf.reduce_all(tf.math.is_finite(total))
+    made = tf.cond(finite, landed, lambda: tf.fill(tf.shape(grad), float("nan")))
+    return tf.ensure_shape(made, grad.shape), finite
+
+
+class Matrix(NamedTuple):
+    """M = G + E, and the variable that E was read from."""
+
+    sum: tf.Tensor
+    residual: tf.Variable | None
+
+
+def powersgd_matrix(grad: tf.Tensor, residual: tf.Variable | None, columns: int) -> Matrix:
+    """v as a matrix with so many columns."""
+    return Matrix(tf.reshape(_with(grad, residual), [-1, columns]), residual)
+
+
+def powersgd_start(matrix: Matrix, kept: tf.Variable, key: int) -> tf.Tensor:
+    """Q transposed, from what was kept of it: each of its columns with a largest entry of 1, which the space that they span
+    doesn't depend on; random where it is zero, as before the first step."""
+    with tf.control_dependencies([matrix.sum]):
+        q = tf.reshape(kept.read_value(), [-1, matrix.sum.shape[1]])
+    peak = tf.reduce_max(tf.abs(q), 1, keepdims=True)
+    return tf.where(peak > 0, tf.math.divide_no_nan(q, peak), normal(tuple(q.shape), key))
+
+
+def powersgd_left(matrix: Matrix, q: tf.Tensor) -> tf.Tensor:
+    """P = M Q, of Q transposed."""
+    return tf.matmul(matrix.sum, q, transpose_b=True)
+
+
+def powersgd_right(matrix: Matrix, p: tf.Tensor) -> tf.Tensor:
+    """Q = transposed M P, transposed."""
+    return tf.matmul(p, matrix.sum, transpose_a=True)
+
+
+def orthonormal(p: tf.Tensor) -> tf.Tensor:
+    """An orthonormal basis of what the columns span, as ``generic.orthonormal`` makes it, to the bit."""
+    length, count = p.shape
+    finite = tf.reduce_all(tf.math.is_finite(p))
+    rest, columns = _scaled(tf.cast(tf.where(finite, p, 0.0), tf.float64), 0.0), []
+    for _ in range(count):
+        column = _scaled(rest[:, :1], 1e-8)
+        column = tf.math.divide_no_nan(column, tf.sqrt(_dot(column, column, length)))
+        rest = rest[:, 1:] - column * _dot(column, rest[:, 1:], math.isqrt(length) + 1)
+        columns.append(column)
+    return tf.where(finite, tf.cast(tf.concat(columns, 1), tf.float32), float("nan"))
+
+
+def _scaled(columns: tf.Tensor, least: float) -> tf.Tensor:
+    peak = tf.reduce_max(tf.abs(columns), 0, keepdims=True)
+    return tf.where(peak > least, tf.math.divide_no_nan(columns, peak), 0.0)
+
+
+def _dot(a: tf.Tensor, b: tf.Tensor, limit: int) -> tf.Tensor:
+    unit = 2.0 ** (62 - limit.bit_length())
+    return tf.cast(tf.reduce_sum(tf.cast(tf.round(a * b * unit), tf.int64), 0, keepdims=True), tf.float64) / unit
+
+
+def powersgd_decode(total: tf.Tensor, own: tf.Tensor, p: tf.Tensor, matrix: Matrix, kept: tf.Variable, world: Any,
+                    out: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The mean P Q', and whether it was finite; if so, e = v - P Q' of this worker's own Q, and the mean Q is kept."""
+    def landed() -> tf.Tensor:
+        mean = divide(total, world)
+        updates = [kept.assign(tf.reshape(mean, [-1]))]
+        if matrix.residual is not None:
+            updates.append(matrix.residual.assign(tf.reshape(matrix.sum - tf.matmul(p, own), [-1])))
+        with tf.control_dependencies(updates):
+            return tf.reshape(tf.matmul(p, mean), [-1])
+
+    return _if_finite(total, landed, out)
+
+
+def copied(x: tf.Tensor) -> tf.Tensor:
+    """x, which nothing writes into."""
+    return x

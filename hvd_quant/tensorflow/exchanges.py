@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import wire
 from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors.base import conclude
 from hvd_quant.exchange import ranges, sent_bytes
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
@@ -144,28 +144,23 @@ class Flight:
         clock, infos = Clock(flats), [self._among_all(one.info) for one in self.cargo]
         codes = [self.compressor.rounds(ops, flat, one.slot.worker_state, info, flat)
                  for one, info, flat in zip(self.cargo, infos, flats)]
-        totals: dict[int, tf.Tensor | None] = dict.fromkeys(range(len(codes)))
-        means, bytes_sent = {}, 0.0
-        for number in itertools.count():
-            sent: dict[int, tf.Tensor] = {}
-            for i, total in totals.items():
-                try:
-                    sent[i] = codes[i].send(total)
-                except StopIteration as end:
-                    means[i] = end.value
-            if not sent:
-                break
-            vector = _guarded(_joined([tf.reshape(part, [-1]) for part in sent.values()]))
+        totals: list[tf.Tensor | None] = [None] * len(codes)
+        bytes_sent = 0.0
+        for number in range(self.compressor.allreduces):
+            sent = [code.send(total) for code, total in zip(codes, totals)]
+            vector = _guarded(_joined([tf.reshape(part, [-1]) for part in sent]))
             clock.lap("decode" if number else "encode", [vector])
             bytes_sent += _bytes_of(vector)
             total = mpi_ops._allreduce(vector, op=Sum, name=f"HorovodAllreduce_{self.label}_{number}", ignore_name_scope=True,
                                        process_set=self.workers.all)
             clock.lap("wait", [total])
-            parts = tf.split(total, [part.shape.num_elements() for part in sent.values()]) if len(sent) > 1 else [total]
-            totals = {i: tf.reshape(part, sent[i].shape) for i, part in zip(sent, parts)}
+            parts = tf.split(total, [part.shape.num_elements() for part in sent]) if len(sent) > 1 else [total]
+            totals = [tf.reshape(part, like.shape) for part, like in zip(parts, sent)]
+        means, count = zip(*map(conclude, codes, totals))
         factor = 1 if self.op == Average else infos[0].world
-        landed = [one.land(_times(means[i], factor)) for i, one in enumerate(self.cargo)]
-        return self._landed("allreduce", landed, clock, bytes_sent)
+        landed = [one.land(_times(mean, factor)) for one, mean in zip(self.cargo, means)]
+        void = sum(1.0 - tf.cast(counts, tf.float64) for counts in count)
+        return self._landed("allreduce", landed, clock, bytes_sent, void)
 
     def allgather(self) -> Landed:
         """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""

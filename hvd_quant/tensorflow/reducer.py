@@ -213,7 +213,8 @@ class Reducer(tf.Module):
     def _with_what_is_kept(self, slot: Slot, kind: str, grad: Gradient) -> Gradient:
         """The gradient, with what an exchange of another kind has kept and this one wouldn't send: nothing is lost where a job
         is resumed on another network."""
-        left = [key for key in slot.state if kind in ("dense", "allreduce") or kind == "allgather" and key.startswith(OWNER)]
+        stays = kind == "dense" or kind == "allreduce" and slot.travels.memory == "none"
+        left = [key for key in slot.state if stays or kind == "allgather" and key.startswith(OWNER)]
         if not left:
             return grad
         flat = tf.reshape(tf.cast(grad, tf.float32), [-1])

@@ -60,7 +60,8 @@ class Slot(tf.Module):
             raise ValueError(f"variable {name} has shape {shape}; its gradient can be reduced when the shape is known: "
                              "make it with one")
         info, (place, places) = TensorInfo.whole(name, shape), workers.local
-        pieces = exchange.ranges(info.numel, compressor.range_multiple, places, index)
+        pieces = ([(0, info.numel)] * places if compressor.allreduced else
+                  exchange.ranges(info.numel, compressor.range_multiple, places, index))
         untracked(self, label=label, index=index, compressor=compressor, travels=compressor, info=info, workers=workers,
                   pieces=pieces, sparse=False)
         self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in self._shapes(place).items()}

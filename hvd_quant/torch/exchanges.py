@@ -17,6 +17,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import wire
 from hvd_quant.compressors import Compressor, TensorInfo, memory
+from hvd_quant.compressors.base import conclude
 from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges
 from hvd_quant.exchange.stats import Stats
@@ -59,14 +60,15 @@ class Cargo:
     Attributes:
         slot: what is kept for its parameter.
         compressor: as what it travels.
+        places: the workers of this host that exchange different parts of it.
         info: what is known of the whole tensor at this step.
         grad: the gradient; after the flight, the reduced one, in the same memory.
         flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
         memory: what is made of it before it is encoded.
     """
 
-    def __init__(self, slot: Any, compressor: Compressor, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
-        self.slot, self.compressor, self.info, self.grad, self._version = slot, compressor, info, grad, version
+    def __init__(self, slot: Any, compressor: Compressor, places: int, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
+        self.slot, self.compressor, self.places, self.info, self.grad, self._version = slot, compressor, places, info, grad, version
         self.error: Exception | None = None
         self.memory = memory.of(slot.compressor)
         self._kept: dict[str, torch.Tensor] = {}  # what becomes of the state once the exchange is over
@@ -113,18 +115,23 @@ class Cargo:
 
     # ------------------------------------------------------------------------------------- memory, encode, decode, undo
 
-    def uncompressed(self, workers: Workers) -> torch.Tensor:
+    def uncompressed(self, world: int) -> torch.Tensor:
         """What travels where nothing is compressed: the gradient as it is, or what memory makes of it and what was kept of earlier
         ones, as a flat fp32 vector of its own."""
         kept = self.slot.state.get("residual") if self.slot.kept else None
         if kept is None and not self.memory.active:
             return self.grad.detach().contiguous()
-        vector = self._prepared(self.flatten(), workers.all.size(), dense=True).clone()
+        vector = self._prepared(self.flatten(), world, dense=True).clone()
         if kept is not None:
             first, last = self.slot.piece
-            vector[first:last].add_(kept, alpha=workers.local[1])  # of a host's workers, which are averaged otherwise
+            vector[first:last].add_(kept, alpha=self.places)  # of a host's workers, which are averaged otherwise
             self._kept["residual"] = torch.zeros(1, device=kept.device).expand(kept.shape)
         return vector
+
+    def whole(self, world: int) -> torch.Tensor:
+        """What a linear code makes of the gradient, flat: one with a residual adds that itself."""
+        flat = self.flatten()
+        return flat if self.compressor.memory == "error_feedback" else self.uncompressed(world).view(-1).float()
 
     def landed_uncompressed(self, total: torch.Tensor, op: int, world: int) -> None:
         """Bring what was reduced of :meth:`uncompressed` into the gradient, and let the state become what follows from it. A step
@@ -247,13 +254,26 @@ class Cargo:
             payloads = [(info, payload) for info, payload, _ in same]
             decode(ops, [payload for _, payload in payloads], payloads[0][0], self.flat[a:b])
 
-    def local_part(self, factor: float) -> torch.Tensor | None:
-        """What is added of this worker's own gradient to the reduced one, or None; to be asked before that is decoded."""
+    def before_merge(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The gradient and what was kept before, where a merge needs them after a linear code."""
+        merges = self.slot.compressor.merge != "none" and self.compressor.stateful
+        return (self.flat.clone(), self.slot.state["residual"].clone()) if merges else None
+
+    def local_part(self, factor: float, gradient: torch.Tensor | None = None, before: torch.Tensor | None = None
+                   ) -> torch.Tensor | None:
+        """What is added of this worker's own gradient to the reduced one, or None.
+
+        Arguments:
+            factor: of it.
+            gradient, before: from :meth:`before_merge`; without them it is to be asked before payloads are decoded.
+        """
         merge = self.slot.compressor.merge
         if merge == "none":
             return None
-        kept = self.slot.state["residual"]
-        part = local_part(merge, self.flat, self._sent() if merge == "replace" else None, kept, factor)
+        kept, sent = self.slot.state["residual"], None
+        if merge == "replace":
+            sent = self._sent() if gradient is None else gradient + before - kept
+        part = local_part(merge, self.flat if gradient is None else gradient, sent, kept, factor)
         if merge == "error":
             kept.zero_()
         return part
@@ -331,7 +351,11 @@ class Flight:
     def advance(self) -> None:
         """Go on with a result that has arrived. What goes wrong is kept as ``failure``, and what was encoded is taken back."""
         try:
-            result = mpi_ops.synchronize(self._flying.handle)
+            try:
+                result = mpi_ops.synchronize(self._flying.handle)
+            except mpi_ops.HorovodInternalError as error:
+                self._resume(error)
+                return
             self.costs.flight_seconds += time.perf_counter() - self._flying.started
             if result is None:
                 raise mpi_ops.HorovodInternalError(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
@@ -341,8 +365,9 @@ class Flight:
             self.undo()
 
     def _resume(self, result: Any) -> None:
+        go_on = self._route.throw if isinstance(result, Exception) else self._route.send
         try:
-            self._flying = self._route.send(result)
+            self._flying = go_on(result)
         except StopIteration:
             self.done = True
 
@@ -381,7 +406,7 @@ def dense(flight: Flight) -> Route:
     cargo = flight.cargo
     with flight.timed("encode"):
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        given = [one.uncompressed(flight.workers) for one in cargo]
+        given = [one.uncompressed(flight.workers.all.size()) for one in cargo]
         wide = [grad.float() if grad.element_size() == 2 else grad for grad in given]
         vector = wide[0] if len(wide) == 1 else torch.cat([grad.view(-1) for grad in wide])
     for one, grad in zip(cargo, wide):
@@ -398,40 +423,60 @@ def dense(flight: Flight) -> Route:
 
 
 def allreduce(flight: Flight) -> Route:
-    """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector."""
-    cargo, world = flight.cargo, flight.workers.all.size()
-    results = [one.flatten() for one in cargo]
-    at = {"rank": flight.workers.all.rank(), "world": world}  # with hierarchical exchange, payloads travel among fewer
-    given = [one.uncompressed(flight.workers).view(-1).float() if one.compressor.memory == "none" else one.flat for one in cargo]
-    codes = [one.compressor.rounds(ops, vector, one.slot.worker_state, one.info.at(**at), one.flat)
-             for one, vector in zip(cargo, given)]
-    totals: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(cargo)))
-    number = 0
-    while True:
-        sent = {}
-        with flight.timed("decode" if number else "encode"):
-            for i, total in totals.items():
-                try:
-                    sent[i] = codes[i].send(total)
-                except StopIteration as end:
-                    results[i] = end.value
-            parts = [part.reshape(-1) for part in sent.values()]
-            vector = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None
-        if vector is None:
-            break
-        for i, part in zip(sent, parts):
-            flight.count(cargo[i], part.numel() * part.element_size())
-        yield flight.start("allreduce", vector, flight.workers.all, f".{number}", last=True, op=Sum)
-        if flight.cancelled:
-            return
-        if number == 0:
-            for one in cargo:
-                one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
-        totals = {i: part.view(sent[i].shape) for i, part in zip(sent, vector.split([part.numel() for part in parts]))}
-        number += 1
+    """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector.
+
+    A worker that can't make its vector gives a matrix in its place. Horovod refuses that on all workers, which then hand around
+    what went wrong. State doesn't change before the last sum is there.
+    """
+    cargo, workers = flight.cargo, flight.workers.all
+    at = {"rank": workers.rank(), "world": workers.size()}  # with hierarchical exchange, payloads travel among fewer
+    with flight.timed("encode"):
+        codes = [one.compressor.rounds(ops, one.whole(at["world"]), one.slot.worker_state, one.info.at(**at), one.flat) for one in cargo]
+    totals: list[torch.Tensor | None] = [None] * len(cargo)
+    nbytes = [0] * len(cargo)
+    allreduces = cargo[0].compressor.allreduces
+    for number in range(allreduces):
+        error = None
+        try:
+            with flight.timed("decode" if number else "encode"):
+                parts = []
+                for i, one in enumerate(cargo):
+                    one.require_untouched()
+                    parts.append(codes[i].send(totals[i]))
+                    nbytes[i] += parts[i].numel() * parts[i].element_size()
+                vector = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+        except Exception as failed:
+            error, vector = failed, torch.zeros(1, 1, device=cargo[0].grad.device)
+        try:
+            yield flight.start("allreduce", vector, workers, f".{number}", last=number + 1 == allreduces, op=Sum)
+        except mpi_ops.HorovodInternalError as refused:
+            if "ismatched" not in str(refused):
+                raise
+            reason = _joined([] if error is None else [one._failure(
+                one.info.numel, workers.rank(), f"{one.info.name}: {type(error).__name__}: {error}")], one)
+            told = yield flight.start("allgather", reason, workers, ".why", last=True)
+            if told.numel():
+                raise wire.PayloadError(wire.failure_message(wire.host_bytes(told))) from error
+            raise
+        if error is not None:
+            raise error  # as on all workers
+        totals = [total.view(part.shape) for total, part in zip(vector.split([part.numel() for part in parts]), parts)]
+    for one, sent in zip(cargo, nbytes):
+        flight.count(one, sent)
+    if flight.cancelled:
+        return
+    for one in cargo:
+        one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
     with flight.timed("decode"):
-        for one, result in zip(cargo, results):
-            one.landed_uncompressed(result.mul_(world) if flight.op == Sum else result, flight.op, world)
+        for one, code, total in zip(cargo, codes, totals):
+            before = one.before_merge()
+            mean, counts = conclude(code, total)
+            flight.stats.void_tensors += not counts
+            one.slot.kept |= one.compressor.stateful
+            factor = at["world"] if flight.op == Sum else 1
+            local = one.local_part(factor, *before) if counts and before else None
+            reduced = mean.mul_(factor) if flight.op == Sum else mean
+            one.landed_uncompressed(reduced if local is None else reduced.add_(local), flight.op, at["world"])
 
 
 def compressed(flight: Flight) -> Route:

@@ -297,7 +297,7 @@ class Reducer:
             kind = self._kind(slot, info)
             travels = slot.travels.at(slot.step) or _NONE
             slot.step += 1
-            cargo = Cargo(slot, travels, info, grad, version)
+            cargo = Cargo(slot, travels, self._local(slot.compressor)[1], info, grad, version)
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
             else:  # MPI's counts limit what one collective moves
@@ -320,6 +320,10 @@ class Reducer:
             self._by_host = network.workers_by_host(self.process_set)
         return self._by_host
 
+    def _local(self, compressor: Compressor) -> tuple[int, int]:
+        """This worker's place among those of its host that exchange different parts of a tensor, and how many they are."""
+        return (0, 1) if compressor.allreduced else self._workers(compressor).local
+
     def _info(self, slot: Slot) -> TensorInfo:
         """What is known of the next exchange; elastic jobs change their size between steps."""
         across = self._workers(slot.compressor).across
@@ -334,7 +338,7 @@ class Reducer:
         """The largest part of a tensor that a worker of this host exchanges: all of them have to choose alike."""
         if not slot.compressor.hierarchical:
             return info
-        places = self._workers(slot.compressor).local[1]
+        places = self._local(slot.compressor)[1]
         pieces = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)
         return info.part(*max(pieces, key=lambda piece: piece[1] - piece[0]))
 
@@ -466,7 +470,7 @@ class Reducer:
         info, coder = self._info(slot), slot.compressor if slot.travels.name == "none" else slot.travels
         # After the warm-up state is needed, also where an elastic job starts with one worker.
         compressible = exchange.compressible(coder, self._typical(slot, info.at(world=max(2, info.world))))
-        place, places = self._workers(slot.compressor).local
+        place, places = self._local(slot.compressor)
         first, last = slot.piece = exchange.ranges(info.numel, slot.compressor.range_multiple, places, slot.index)[place]
         piece = info.part(first, last)
         shapes = slot.compressor.state_shapes(piece) if compressible else memory.of(slot.compressor).always(info)
