@@ -15,6 +15,13 @@ CODECS: dict[str, Compressor] = {
         _C.topk(min_numel=0, ratio=0.1, values="2bit"),
     ]
 }
+# those that travel in sums alone
+LINEAR: dict[str, Compressor] = {
+    c.spec: c for c in [
+        _C.randomk(min_numel=0, ratio=0.1), _C.randomk(min_numel=0, ratio=0.03, memory="none", seed=7),
+        _C.powersgd(min_numel=0), _C.powersgd(min_numel=0, rank=2, memory="none", seed=7),
+    ]
+}
 ERROR_FEEDBACK = {spec: c for spec, c in CODECS.items() if c.memory == "error_feedback"}
 
 try:

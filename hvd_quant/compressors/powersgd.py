@@ -21,8 +21,8 @@ class PowerSGD(Compressor):
     made orthonormal; Q = M' P is averaged over the workers; the gradient is P Q', and E = M - P Q' with this worker's own Q.
     Vectors, and matrices that two thin ones are no smaller than, go dense.
 
-    All workers get the same P Q' from the same sums: P is made orthonormal in integer arithmetic, and an entry of P Q' adds r
-    products in their order, as matrix products do on all processors with fused multiply-add.
+    All workers get the same bits from the same sums, whatever their processors and libraries: what P's basis and P Q' add up is
+    rounded so that the sums are exact.
 
     Source: Vogels, Karimireddy, Jaggi 2019. There Q is as long as the gradient makes it, and 1e-8 is added to what P is divided
     by; here neither matters how large gradients are, and a column of P of which the others leave less than 1e-8 is left out.

@@ -803,6 +803,10 @@ def _dot(a: Array, b: Array, limit: int) -> Array:
     return xp.astype(xp.sum(xp.astype(xp.round(a * b * unit), xp.int64), axis=0, keepdims=True), xp.float64) / unit
 
 
+EXPONENT = 0x7FF << 52
+"""The bits of an fp64 number that say what power of two it begins with."""
+
+
 def powersgd_decode(total: Array, own: Array, p: Array, matrix: Matrix, kept: Array, world: int, out: Array) -> tuple[Array, bool]:
     """The mean P Q', and whether it was finite; if so, e = v - P Q' of this worker's own Q, and the mean Q is kept.
 
@@ -817,14 +821,29 @@ def powersgd_decode(total: Array, own: Array, p: Array, matrix: Matrix, kept: Ar
     xp = array_namespace(total)
     mean = total / world
     kept[:] = xp.reshape(mean, (-1,))
-    result = xp.reshape(out, matrix.grad.shape)
+    result, (left, right) = xp.reshape(out, matrix.grad.shape), exact_factors(p, mean)
     for rows in _stretches(matrix.grad):
         if matrix.residual is not None:
             residual = matrix.residual[rows]
             residual += matrix.grad[rows]
             residual -= p[rows] @ own
-        result[rows] = p[rows] @ mean
+        result[rows] = left[rows] @ right
     return out, True
+
+
+def exact_factors(p: Array, q: Array) -> tuple[Array, Array]:
+    """Both in fp64, rounded so that their product is exact: workers of all kinds get the same bits, in whatever order they add."""
+    bits = 51 - q.shape[0].bit_length()
+    return _rounded(p, bits - 23), _rounded(q, 23)
+
+
+def _rounded(x: Array, bits: int) -> Array:
+    """x in fp64, as multiples of 2^-bits times the power of two below its largest entry."""
+    xp = array_namespace(x)
+    x = xp.astype(x, xp.float64)
+    power = (xp.reshape(xp.max(xp.abs(x)), (1,)).view(xp.int64) & EXPONENT).view(xp.float64)
+    unit = xp.where(power > 0, power, xp.ones_like(power)) * 2.0**-bits
+    return xp.round(x / unit) * unit
 
 
 def copied(x: Array) -> Array:

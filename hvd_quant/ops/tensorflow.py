@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvd_quant.ops.generic import APART, EXPONENT, normal
 from hvd_quant.ops.layout import (  # noqa: F401
     BLOCK, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
-
-
-from hvd_quant.ops.generic import APART, normal
-from hvd_quant.ops.layout import BLOCK, UNIT, onebit_body_bytes, slots_for, sparse_body_bytes, units_of  # noqa: F401
 
 _spec = importlib.util.find_spec("hvd_quant._tensorflow_ops")
 _BUILD = ("with tensorflow installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in "
@@ -508,9 +505,22 @@ def powersgd_decode(total: tf.Tensor, own: tf.Tensor, p: tf.Tensor, matrix: Matr
         if matrix.residual is not None:
             updates.append(matrix.residual.assign(tf.reshape(matrix.sum - tf.matmul(p, own), [-1])))
         with tf.control_dependencies(updates):
-            return tf.reshape(tf.matmul(p, mean), [-1])
+            return tf.reshape(tf.cast(tf.matmul(*exact_factors(p, mean)), tf.float32), [-1])
 
     return _if_finite(total, landed, out)
+
+
+def exact_factors(p: tf.Tensor, q: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Both in fp64, rounded so that their product is exact: workers of all kinds get the same bits, in whatever order they add."""
+    bits = 51 - q.shape[0].bit_length()
+    return _rounded(p, bits - 23), _rounded(q, 23)
+
+
+def _rounded(x: tf.Tensor, bits: int) -> tf.Tensor:
+    x = tf.cast(x, tf.float64)
+    power = tf.bitcast(tf.bitwise.bitwise_and(tf.bitcast(tf.reduce_max(tf.abs(x)), tf.int64), EXPONENT), tf.float64)
+    unit = tf.where(power > 0, power, 1.0) * 2.0**-bits
+    return tf.round(x / unit) * unit
 
 
 def copied(x: tf.Tensor) -> tf.Tensor:

@@ -15,10 +15,10 @@ import torch
 from hvd_quant import wire
 from hvd_quant.ops import generic
 from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor finds the same names on every backend
-    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copied, copy, divide, divide_to_half, draw, model_threshold, new_vector,
-    normal, onebit_body_bytes, orthonormal, pack, pack_bits, powersgd_decode, powersgd_left, powersgd_matrix, powersgd_right,
-    powersgd_start, randomk_decode, randomk_encode, restore, sample, sample_size, slots_for, sparse_body_bytes, strata, units_of,
-    unpack, unpack_bits, widen, without_flags, zero_where)
+    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copied, copy, divide, divide_to_half, draw, exact_factors,
+    model_threshold, new_vector, normal, onebit_body_bytes, orthonormal, pack, pack_bits, powersgd_decode, powersgd_left,
+    powersgd_matrix, powersgd_right, powersgd_start, randomk_decode, randomk_encode, restore, sample, sample_size, slots_for,
+    sparse_body_bytes, strata, units_of, unpack, unpack_bits, widen, without_flags, zero_where)
 
 Tensor = torch.Tensor
 

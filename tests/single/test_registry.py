@@ -11,7 +11,7 @@ import hvd_quant
 from hvd_quant import Compression, Compressor, get_compressor, list_compressors, register, registry
 from tests.conftest import CODECS
 
-BUILT_IN = ["adaptive", "bf16", "fp16", "none", "onebit", "threshold", "topk"]
+BUILT_IN = ["adaptive", "bf16", "fp16", "none", "onebit", "powersgd", "randomk", "threshold", "topk"]
 
 
 @pytest.fixture
@@ -39,10 +39,12 @@ def test_spec_gives_the_compressor_back(compressor):
 def test_every_knob_survives_its_spec():
     other = {"exchange": "allgather", "memory": "none", "warmup": 3, "min_numel": 7, "tau": 0.25, "capacity": 0.5,
              "block_size": 64, "zeros": True, "ratio": 0.125, "values": "sign", "mean": "tensor", "scope": "model", "schedule": "dgc",
-             "schedule_steps": 5}
+             "schedule_steps": 5, "rank": 3, "seed": 5}
     for name in BUILT_IN:
         cls = registry.compressor_class(name)
         knobs = {f.name: other[f.name] for f in dataclasses.fields(cls) if f.name in other}
+        if name in ("powersgd", "randomk"):
+            knobs["exchange"] = "allreduce"
         compressor = cls(**knobs)
         assert get_compressor(compressor.spec) == compressor
         assert eval(repr(compressor), vars(hvd_quant.compressors)) == compressor

@@ -1,0 +1,104 @@
+"""Random-k and PowerSGD of all workers at once, in plain NumPy, straight from their formulas."""
+
+import hashlib
+
+import numpy as np
+
+WORD = 2**32 - 1
+
+
+def key(seed, name):
+    return int.from_bytes(hashlib.blake2b(f"{seed} 0 {name}".encode(), digest_size=8).digest(), "little")
+
+
+def mix(x):
+    x = (x ^ x >> 16) * 0x7FEB352D & WORD
+    x = (x ^ x >> 15) * 0x846CA68B & WORD
+    return x ^ x >> 16
+
+
+def drawn(seed, name, step, numel, count):
+    """One entry of each of ``count`` stretches of a ring that begins anywhere, in Python's integers."""
+    low, high = key(seed, name) & WORD, key(seed, name) >> 32
+    turn, more, *random = (mix((mix(i ^ low) + mix(step ^ high)) & WORD) for i in range(count + 2))
+    bounds = [i * numel // count for i in range(count + 1)]
+    turn = ((turn << 32) + more) * numel >> 64
+    return np.array([(turn + a + (u * (b - a) >> 32)) % numel for u, a, b in zip(random, bounds, bounds[1:])])
+
+
+class RandomK:
+    """The state of all workers for one tensor."""
+
+    def __init__(self, compressor, name, shape, world):
+        self.compressor, self.name, self.numel, self.step = compressor, name, int(np.prod(shape)), 0
+        self.residuals = [np.zeros(self.numel, np.float32) for _ in range(world)]
+
+    def reduce(self, gradients):
+        """The mean gradient."""
+        count = int(np.ceil(self.compressor.ratio * self.numel))
+        index = drawn(self.compressor.seed, self.name, self.step, self.numel, count)
+        self.step += 1
+        total = np.zeros(count, np.float32)
+        for worker, g in enumerate(gradients):
+            v = g.ravel() + self.residuals[worker]
+            if self.compressor.memory == "error_feedback":
+                total += v[index]
+                v[index] = 0
+                self.residuals[worker] = v
+            else:
+                total += v[index] * np.float32(self.numel / count)
+        mean = np.zeros(self.numel, np.float32)
+        mean[index] = total / len(gradients)
+        return mean
+
+    def state(self, worker):
+        return {"residual": self.residuals[worker]} if self.compressor.memory == "error_feedback" else {}
+
+
+class PowerSGD:
+    """As the paper's algorithm, in float64."""
+
+    def __init__(self, compressor, name, shape, world):
+        self.compressor, self.shape = compressor, (shape[0], int(np.prod(shape[1:])))
+        random = np.random.Generator(np.random.Philox(key=key(compressor.seed, name)))
+        self.q = random.standard_normal((compressor.rank, self.shape[1]), np.float32).astype(np.float64).T
+        self.residuals = [np.zeros(self.shape) for _ in range(world)]
+
+    def reduce(self, gradients):
+        """The mean gradient."""
+        matrices = [g.reshape(self.shape) + e for g, e in zip(gradients, self.residuals)]
+        p = np.mean([m @ self.q for m in matrices], axis=0)
+        for i in range(self.compressor.rank):
+            p[:, i] /= np.linalg.norm(p[:, i])
+            p[:, i + 1:] -= np.outer(p[:, i], p[:, i] @ p[:, i + 1:])
+        own = [m.T @ p for m in matrices]
+        self.q = np.mean(own, axis=0)
+        if self.compressor.memory == "error_feedback":
+            self.residuals = [m - p @ q.T for m, q in zip(matrices, own)]
+        return (p @ self.q.T).ravel()
+
+    def state(self, worker):
+        residual = {"residual": self.residuals[worker].ravel()} if self.compressor.memory == "error_feedback" else {}
+        return {**residual, "q": self.q.T.ravel()}
+
+
+def simulation(compressor, name, shape, world):
+    return {"randomk": RandomK, "powersgd": PowerSGD}[compressor.name](compressor, name, shape, world)
+
+
+def assert_close(compressor, found, expected, exact=True):
+    """Random-k to the bit, or to the order of a sum; PowerSGD, whose products are in fp32, with an error of 1e-5."""
+    found, expected = np.asarray(found).ravel(), np.asarray(expected)
+    if compressor.name == "randomk" and exact:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert found.shape == expected.shape
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def gradient(step, rank, shape):
+    """What a worker gets at a step: a matrix of a few directions and some noise, as gradients are."""
+    random, fixed = np.random.default_rng([step, rank]), np.random.default_rng(7)
+    rows, columns = shape[0], int(np.prod(shape[1:]))
+    low = fixed.normal(size=(rows, 6)) @ fixed.normal(size=(6, columns))
+    return (low * random.normal(1, 0.3) + random.normal(size=(rows, columns))).reshape(shape).astype(np.float32)
