@@ -127,6 +127,24 @@ def test_parameters_differ_until_they_are_averaged(merge):
 
 
 @two
+@pytest.mark.parametrize("merge", ["replace", "error"])
+@pytest.mark.parametrize("code", ["topk", "adaptive", "onebit", "threshold:tau=0.5", "randomk:ratio=0.1", "powersgd:rank=2"])
+def test_nothing_of_a_gradient_waits(code, merge):
+    """In the first step nothing was kept before: what the optimizers get is on average the mean gradient."""
+    parameters = {"w": torch.nn.Parameter(torch.zeros(60, 70))}
+    spec = f"{code}{',' if ':' in code else ':'}min_numel=0,merge={merge}"
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=1.0), parameters.items(), spec)
+    given = torch.randn(60, 70, generator=torch.Generator().manual_seed(RANK))
+    parameters["w"].grad = given.clone()
+    optimizer.step()
+    got = parameters["w"].grad
+    assert not torch.equal(got, on_all(given).mean(0).view(60, 70))
+    torch.testing.assert_close(on_all(got).mean(0), on_all(given).mean(0), rtol=0, atol=1e-5)
+    kept = optimizer.compression_state_dict()["tensors"]["w"]["state"]["residual"]
+    assert kept.any() == (merge == "replace")
+
+
+@two
 def test_parameters_that_are_the_same_are_not_sent():
     model, optimizer = wrapped("topk:ratio=0.05")
     train(model, optimizer, range(2))
