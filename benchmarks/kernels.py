@@ -1,10 +1,11 @@
 """The native kernels against the machine's limits, in one run.
 
 An encode with error feedback must read the gradient, and read and write the residual: its limit is one pass that reads two
-vectors and writes one. A decode must write its output: its limit is filling a vector. Both are taken as the best way found
-to do them here. All rows take turns in each round, so that what else the machine does falls on all of them alike; what is
-printed are medians over the rounds, and the quartiles. With one thread it is the process's processor time that counts,
-which leaves out when others had the core. Where TensorFlow is installed, its operations run too, in a tf.function.
+vectors and writes one. One without must only read the gradient; it is compared with both. A decode must write its output: its
+limit is filling a vector. All are taken as the best way found to do them here. All rows take turns in each round, so that what
+else the machine does falls on all of them alike; what is printed are medians over the rounds, and the quartiles. With one
+thread it is the process's processor time that counts, which leaves out when others had the core. Where TensorFlow is
+installed, its operations run too, in a tf.function.
 
     python benchmarks/kernels.py --entries 16777216 --threads 1 --rounds 15
 """
@@ -33,11 +34,14 @@ except ImportError:
     tf = None
 
 LIMIT = "limit: read two vectors, write one"
+READ = "limit: read one vector"
 FILL = "limit: write one vector"
 BASELINE = "topk 1 % encode with torch.topk"
 IN_TENSORFLOW = ", TensorFlow"
 WORKERS = 4
 BLOCK_SIZE = 2048
+NAMES = ("onebit", "signsgd", "threshold", "adaptive 1/64", "topk 1 %", "blockwise8", "qsgd 4 bits", "terngrad", "natural")
+WITHOUT_RESIDUAL = NAMES[-3:]
 TAU = 10.0  # gradients have deviation 1: a random walk leaves +-10 once in a hundred steps
 
 
@@ -66,7 +70,25 @@ def encoder(backend: Any, name: str, residual: Any) -> Callable[[Any, Any], Any]
         thresholds = backend.topk_measure(grad, residual, 0.01, step)
         return backend.topk_encode(grad, residual, thresholds, ops.slots_for(0.01, grad.shape[0]), "float32", step)
 
-    return {"onebit": onebit, "threshold": threshold, "adaptive 1/64": adaptive, "topk 1 %": topk}[name]
+    def signsgd(grad: Any, step: Any) -> Any:
+        return backend.signsgd_encode(grad, residual, BLOCK_SIZE, True)
+
+    def blockwise8(grad: Any, step: Any) -> Any:
+        return backend.blockwise8_encode(grad, residual, "dynamic", BLOCK_SIZE)
+
+    def qsgd(grad: Any, step: Any) -> Any:
+        return backend.qsgd_encode(grad, None, 4, "max", 512, *draw(step))
+
+    def terngrad(grad: Any, step: Any) -> Any:
+        return backend.terngrad_encode(grad, None, backend.terngrad_measure(grad, None, 2.5), *draw(step))
+
+    def natural(grad: Any, step: Any) -> Any:
+        return backend.natural_encode(grad, None, *draw(step))
+
+    def draw(step: Any) -> tuple[Any, ...]:
+        return 1, 0, step, 0, 0
+
+    return dict(zip(NAMES, (onebit, signsgd, threshold, adaptive, topk, blockwise8, qsgd, terngrad, natural)))[name]
 
 
 def decoder(backend: Any, name: str, n: int) -> Callable[[Any, Any], Any]:
@@ -74,6 +96,11 @@ def decoder(backend: Any, name: str, n: int) -> Callable[[Any, Any], Any]:
     few, fewer = ops.slots_for(1 / 64, n), ops.slots_for(0.01, n)
     return {
         "onebit": lambda payloads, out: backend.onebit_decode_sum(payloads, n, BLOCK_SIZE, out=out),
+        "signsgd": lambda payloads, out: backend.signsgd_decode_sum(payloads, n, BLOCK_SIZE, True, out=out),
+        "blockwise8": lambda payloads, out: backend.blockwise8_decode_sum(payloads, n, "dynamic", BLOCK_SIZE, out=out),
+        "qsgd 4 bits": lambda payloads, out: backend.qsgd_decode_sum(payloads, n, 4, 512, out=out),
+        "terngrad": lambda payloads, out: backend.terngrad_decode_sum(payloads, n, out=out),
+        "natural": lambda payloads, out: backend.natural_decode_sum(payloads, n, out=out),
         "threshold": lambda payloads, out: backend.threshold_decode_sum(payloads, n, few, out=out),
         "adaptive 1/64": lambda payloads, out: backend.adaptive_decode_sum(payloads, n, few, out=out),
         "topk 1 %": lambda payloads, out: backend.topk_decode_sum(payloads, n, fewer, "float32", out=out),
@@ -95,7 +122,7 @@ class Bench:
         return self.grads[step % len(self.grads)]
 
     def _residual(self, name: str) -> torch.Tensor:
-        if name == "onebit":
+        if name not in ("threshold", "adaptive 1/64", "topk 1 %"):
             return torch.zeros(self.entries)
         # As after many steps of a walk that starts again from 0 where it leaves +-TAU.
         return (torch.rand(self.entries) - torch.rand(self.entries)) * TAU
@@ -116,16 +143,17 @@ class Bench:
                 f"{name} decode_sum of {WORKERS}{IN_TENSORFLOW}": lambda step: decode(gathered, None)}
 
     def rows(self, baseline: bool) -> dict[str, Callable[[int], object]]:
-        n, out, names = self.entries, self.out, ("onebit", "threshold", "adaptive 1/64", "topk 1 %")
+        n, out = self.entries, self.out
         total, residual = torch.zeros(n), self._residual("topk 1 %")
         add, fill = torch.ops.hvd_quant.stream_add, torch.ops.hvd_quant.stream_fill
         rows = {
             f"{LIMIT} (in place)": lambda step: add(total, self.grad(step), total),
             f"{LIMIT} (elsewhere)": lambda step: add(total, self.grad(step), out),
+            READ: lambda step: torch.ops.hvd_quant.stream_read(self.grad(step)),
             f"{FILL} (through the caches)": lambda step: fill(out, 1.0, False),
             f"{FILL} (past the caches)": lambda step: fill(out, 1.0, True),
         }
-        for name in names:
+        for name in NAMES:
             rows.update(self._in_torch(name))
             if tf:
                 rows.update(self._in_tensorflow(name))
@@ -156,7 +184,10 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         return min(row["ms"] for name, row in figures.items() if name.startswith(prefix))
 
     for name, row in figures.items():
-        row["of_limit"] = best(FILL if "decode" in name or name.startswith(FILL) else LIMIT) / row["ms"]
+        limit = FILL if "decode" in name or name.startswith(FILL) else READ if name.startswith(READ) else LIMIT
+        row["of_limit"] = best(limit) / row["ms"]
+        if "encode" in name and name.startswith(WITHOUT_RESIDUAL):
+            row["of_reading"] = best(READ) / row["ms"]
         if name.endswith(IN_TENSORFLOW):
             row["of_torch"] = row["ms"] / figures[name.removesuffix(IN_TENSORFLOW)]["ms"]
     if BASELINE in figures:
@@ -183,13 +214,13 @@ def main() -> None:
     figures = summary(measure(Bench(args.entries).rows(not args.no_baseline), args.rounds, clock))
     level = torch.ops.hvd_quant.simd_level()
     table = Table(title=f"{args.entries} fp32 entries, {args.threads} thread(s), {args.rounds} rounds, {level}")
-    for column in ("row", "median ms", "quartiles", "GB/s", "of its limit", *(["times PyTorch's"] if tf else [])):
+    for column in ("row", "median ms", "quartiles", "GB/s", "of its limit", "of reading", *(["times PyTorch's"] if tf else [])):
         table.add_column(column, justify="left" if column == "row" else "right")
     for name, row in figures.items():
-        moved = args.entries * (4 if "decode" in name or name.startswith(FILL) else 12)
+        moved = args.entries * (4 if "decode" in name or name.startswith((FILL, READ)) or "of_reading" in row else 12)
         low, high = row["quartiles_ms"]
-        table.add_row(name, f"{row['ms']:.2f}", f"{low:.2f} … {high:.2f}", f"{moved / row['ms'] / 1e6:.1f}",
-                      f"{row['of_limit']:.2f}", *([f"{row['of_torch']:.2f}"] if "of_torch" in row else []))
+        fractions = [f"{row[key]:.2f}" if key in row else "" for key in ("of_limit", "of_reading", *(["of_torch"] if tf else []))]
+        table.add_row(name, f"{row['ms']:.2f}", f"{low:.2f} … {high:.2f}", f"{moved / row['ms'] / 1e6:.1f}", *fractions)
     console = Console()
     console.print(table)
     if BASELINE in figures:

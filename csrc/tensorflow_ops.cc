@@ -33,6 +33,7 @@
 #include "tensorflow/core/framework/shape_inference.h"
 
 #include "kernels/cast.h"
+#include "kernels/fields.h"
 #include "kernels/measure.h"
 #include "kernels/onebit.h"
 #include "kernels/restore.h"
@@ -43,6 +44,7 @@ namespace {
 using hvd_quant::Bytes;
 using hvd_quant::Cast;
 using hvd_quant::Code;
+using hvd_quant::Fields;
 using hvd_quant::Parallel;
 using hvd_quant::PayloadError;
 using hvd_quant::SparseLayout;
@@ -129,6 +131,20 @@ Code code_of(Context* ctx) {
   return named;
 }
 
+template <class Context>
+int bits_of(Context* ctx) {
+  const auto bits = attribute<int64_t>(ctx, "bits");
+  expect(bits == 2 || bits == 4 || bits == 8, "bits is ", bits, ", expected 2, 4 or 8");
+  return int(bits);
+}
+
+template <class Context>
+bool dynamic_of(Context* ctx) {
+  const auto code = attribute<std::string>(ctx, "code");
+  expect(code == "linear" || code == "dynamic", "code is ", code, ", expected linear or dynamic");
+  return code == "dynamic";
+}
+
 // The ranges of a vector: those that the attribute `bounds` tells, which holds the first and one past the last entry of each,
 // or the vector in one piece where it is empty.
 struct Cut {
@@ -156,20 +172,52 @@ std::vector<Cut> cuts_of(const std::vector<int64_t>& bounds, int64_t numel) {
 }
 
 // What the payloads of a code look like, by an operation's attributes; `range` counts the ranges.
-struct Onebit {
+template <hvd_quant::Signs (*kind)(int64_t block_size, bool zeros)>
+struct Signs {
   template <class Context>
-  explicit Onebit(Context* ctx) : block_size(block_size_of(ctx)), zeros(attribute<bool>(ctx, "zeros")) {}
-  std::string codec() const { return "onebit"; }
-  int64_t payload_bytes(int64_t numel, size_t) const {
-    return hvd_quant::onebit_payload_bytes(numel, block_size, zeros);
-  }
+  explicit Signs(Context* ctx) : code(kind(block_size_of(ctx), attribute<bool>(ctx, "zeros"))) {}
+  std::string codec() const { return code.codec; }
+  int64_t payload_bytes(int64_t numel, size_t) const { return hvd_quant::signs_payload_bytes(code, numel); }
   void decode_sum(const std::vector<Bytes>& payloads, int64_t numel, size_t, float scale, float* out,
                   const Parallel& parallel) const {
-    hvd_quant::onebit_decode_sum(payloads, numel, block_size, zeros, scale, out, parallel);
+    hvd_quant::signs_decode_sum(code, payloads, numel, scale, out, parallel);
   }
 
-  int64_t block_size;
-  bool zeros;
+  hvd_quant::Signs code;
+};
+
+using Onebit = Signs<hvd_quant::onebit_signs>;
+using SignSgd = Signs<hvd_quant::signsgd_signs>;
+
+struct OfFields {
+  std::string codec() const { return code.codec; }
+  int64_t payload_bytes(int64_t numel, size_t) const { return hvd_quant::fields_payload_bytes(code, numel); }
+  void decode_sum(const std::vector<Bytes>& payloads, int64_t numel, size_t, float scale, float* out,
+                  const Parallel& parallel) const {
+    hvd_quant::fields_decode_sum(code, payloads, numel, scale, out, parallel);
+  }
+
+  Fields code;
+};
+
+struct Qsgd : OfFields {
+  template <class Context>
+  explicit Qsgd(Context* ctx) : OfFields{hvd_quant::qsgd_fields(bits_of(ctx), block_size_of(ctx))} {}
+};
+
+struct TernGrad : OfFields {
+  template <class Context>
+  explicit TernGrad(Context*) : OfFields{hvd_quant::terngrad_fields()} {}
+};
+
+struct Natural : OfFields {
+  template <class Context>
+  explicit Natural(Context*) : OfFields{hvd_quant::natural_fields()} {}
+};
+
+struct Blockwise8 : OfFields {
+  template <class Context>
+  explicit Blockwise8(Context* ctx) : OfFields{hvd_quant::blockwise8_fields(dynamic_of(ctx), block_size_of(ctx))} {}
 };
 
 template <Code kind>
@@ -364,27 +412,71 @@ class Encode : public OfGradient {
       sizes[i] = 0;
       if (cut.entries() == 0 && cuts.size() > 1) continue;
       sizes[i] = format_->payload_bytes(cut.entries(), i);
-      encode(ctx, *format_, grad + cut.first, e ? e + cut.first : nullptr, cut.entries(), i, payload);
+      encode(ctx, *format_, grad + cut.first, e ? e + cut.first : nullptr, cut, i, payload);
       payload += sizes[i];
     }
   }
   virtual void prepare(OpKernelContext* ctx) {}
-  virtual void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, int64_t numel, size_t range,
+  virtual void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t range,
                       uint8_t* payload) = 0;
 
   std::optional<Format> format_;
   std::vector<int64_t> bounds_;
 };
 
-class OnebitEncode : public Encode<Onebit> {
+template <class Format>
+class SignsEncode : public Encode<Format> {
  public:
-  using Encode::Encode;
+  using Encode<Format>::Encode;
 
  private:
-  void encode(OpKernelContext* ctx, const Onebit& format, const float* g, float* e, int64_t numel, size_t,
-              uint8_t* payload) override {
-    hvd_quant::onebit_encode(g, e, numel, format.block_size, format.zeros, payload, threads(ctx));
+  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t, uint8_t* payload) override {
+    hvd_quant::signs_encode(format.code, g, e, cut.entries(), payload, threads(ctx));
   }
+};
+
+// Encodes fields; those that are rounded at random have an input for each of what changes from step to step or from worker to
+// worker.
+template <class Format>
+class FieldsEncode : public Encode<Format> {
+ public:
+  static constexpr bool random = !std::is_same_v<Format, Blockwise8>;
+
+  explicit FieldsEncode(OpKernelConstruction* ctx) : Encode<Format>(ctx) {
+    if (!random || !ctx->status().ok()) return;
+    ctx->SetStatus(status_of([&] {
+      draw_.stream = attribute<int64_t>(ctx, "stream");
+      draw_.first = attribute<int64_t>(ctx, "first");
+      draw_.phase = attribute<int64_t>(ctx, "phase");
+      if (!std::is_same_v<Format, Qsgd>) return;
+      const auto norm = attribute<std::string>(ctx, "norm");
+      expect(norm == "max" || norm == "l2", "norm is ", norm, ", expected max or l2");
+      l2_ = norm == "l2";
+    }));
+  }
+
+ private:
+  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t, uint8_t* payload) override {
+    hvd_quant::fields_encode(format.code, rounding(ctx, cut), g, e, cut.entries(), payload, threads(ctx));
+  }
+
+  hvd_quant::Rounding rounding(OpKernelContext* ctx, Cut cut) const {
+    if (!random) return hvd_quant::to_nearest();
+    hvd_quant::Draw draw = draw_;
+    draw.first += cut.first;
+    draw.step = scalar<int64_t>(ctx, "step");
+    draw.rank = scalar<int32_t>(ctx, "rank");
+    expect(draw.first >= 0 && draw.first % 64 == 0, "first is ", draw.first, ", expected a multiple of 64");
+    if (!std::is_same_v<Format, TernGrad>) return hvd_quant::at_random(draw, l2_);
+    const Tensor& largest = vector(ctx, "largest");
+    expect(largest.NumElements() == 1, "largest has ", largest.NumElements(), " entries, expected 1");
+    const float scale = *largest.unaligned_flat<float>().data();
+    expect(scale >= 0 && std::isfinite(scale), "largest is ", scale, ", expected a finite number of at least 0");
+    return hvd_quant::at_random(draw, false, scale);
+  }
+
+  hvd_quant::Draw draw_ = {};
+  bool l2_ = false;
 };
 
 // The thresholds, which must lie on both sides of 0.
@@ -414,11 +506,11 @@ class SparseEncode : public Encode<Sparse<code>> {
     if (code != Code::threshold) thresholds_of(ctx);
     scalar<int64_t>(ctx, "step");
   }
-  void encode(OpKernelContext* ctx, const Sparse<code>& format, const float* g, float* e, int64_t numel, size_t range,
+  void encode(OpKernelContext* ctx, const Sparse<code>& format, const float* g, float* e, Cut cut, size_t range,
               uint8_t* payload) override {
     const auto [high, low] = code == Code::threshold ? std::pair(tau_, -tau_) : thresholds_of(ctx);
-    hvd_quant::sparse_encode(format.code, g, e, numel, high, low, format.slots[range], scalar<int64_t>(ctx, "step"), payload,
-                             threads(ctx));
+    hvd_quant::sparse_encode(format.code, g, e, cut.entries(), high, low, format.slots[range], scalar<int64_t>(ctx, "step"),
+                             payload, threads(ctx));
   }
 
   float tau_ = 0;
@@ -433,9 +525,8 @@ class CastEncode : public Encode<Values> {
   using Encode::Encode;
 
  private:
-  void encode(OpKernelContext* ctx, const Values& format, const float* g, float*, int64_t numel, size_t,
-              uint8_t* payload) override {
-    hvd_quant::cast_encode(format.type, format.name, g, numel, payload, threads(ctx));
+  void encode(OpKernelContext* ctx, const Values& format, const float* g, float*, Cut cut, size_t, uint8_t* payload) override {
+    hvd_quant::cast_encode(format.type, format.name, g, cut.entries(), payload, threads(ctx));
   }
 };
 
@@ -450,6 +541,19 @@ class Measure : public OfGradient {
     expect(ratio > 0 && ratio <= 1, "ratio is ", ratio, ", expected 0 < ratio <= 1");
     const auto step = scalar<int64_t>(ctx, "step");
     kernel(grad, residual ? residual->read() : nullptr, numel, ratio, step, new_output<float>(ctx, {2}));
+  }
+};
+
+class TernGradMeasure : public OfGradient {
+ public:
+  using OfGradient::OfGradient;
+
+ private:
+  void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) override {
+    const auto clip = scalar<double>(ctx, "clip");
+    expect(clip >= 0, "clip is ", clip, ", expected a number of standard deviations, 0 for none");
+    const float* e = residual ? residual->read() : nullptr;
+    *new_output<float>(ctx, {1}) = hvd_quant::terngrad_measure(grad, e, numel, clip, threads(ctx));
   }
 };
 
@@ -885,6 +989,11 @@ absl::Status thresholds_and_sample(InferenceContext* ctx) {
   return two_thresholds(ctx);
 }
 
+absl::Status one_number(InferenceContext* ctx) {
+  ctx->set_output(0, ctx->Vector(1));
+  return absl::OkStatus();
+}
+
 absl::Status vector_of_numel(InferenceContext* ctx) {
   return status_of([&] {
     ctx->set_output(0, ctx->Vector(attribute<int64_t>(ctx, "numel")));
@@ -900,12 +1009,25 @@ absl::Status vector_of_numel(InferenceContext* ctx) {
   REGISTER_KERNEL_BUILDER(Name(NAME "WithResidual").Device(DEVICE_CPU), KERNEL)
 
 #define PAYLOADS .Attr("bounds: list(int) = []").Output("payload: uint8").Output("sizes: int64")
-#define ONEBIT .Attr("block_size: int").Attr("zeros: bool")
+#define SIGNS .Attr("block_size: int").Attr("zeros: bool")
+#define QSGD .Attr("bits: int").Attr("block_size: int")
+#define BLOCKWISE8 .Attr("code: string").Attr("block_size: int")
+#define AT_RANDOM \
+  .Input("step: int64").Input("rank: int32").Attr("stream: int").Attr("first: int").Attr("phase: int")
+#define NO_ATTRIBUTES
 #define SPARSE .Attr("slots: list(int)")
 #define TOPK SPARSE.Attr("values: string")
 #define CAST .Attr("dtype: string").Attr("codec: string")
 
-REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", OnebitEncode, ONEBIT, PAYLOADS, payloads_of<Onebit>);
+REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", SignsEncode<Onebit>, SIGNS, PAYLOADS, payloads_of<Onebit>);
+REGISTER_OF_GRADIENT("HvdQuantSignsgdEncode", SignsEncode<SignSgd>, SIGNS, PAYLOADS, payloads_of<SignSgd>);
+REGISTER_OF_GRADIENT("HvdQuantQsgdEncode", FieldsEncode<Qsgd>, AT_RANDOM QSGD.Attr("norm: string"), PAYLOADS,
+                     payloads_of<Qsgd>);
+REGISTER_OF_GRADIENT("HvdQuantTerngradMeasure", TernGradMeasure, .Input("clip: double"), .Output("largest: float"), one_number);
+REGISTER_OF_GRADIENT("HvdQuantTerngradEncode", FieldsEncode<TernGrad>, .Input("largest: float") AT_RANDOM, PAYLOADS,
+                     payloads_of<TernGrad>);
+REGISTER_OF_GRADIENT("HvdQuantNaturalEncode", FieldsEncode<Natural>, AT_RANDOM, PAYLOADS, payloads_of<Natural>);
+REGISTER_OF_GRADIENT("HvdQuantBlockwise8Encode", FieldsEncode<Blockwise8>, BLOCKWISE8, PAYLOADS, payloads_of<Blockwise8>);
 REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, .Input("step: int64").Attr("tau: float") SPARSE,
                      PAYLOADS, payloads_of<Sparse<Code::threshold>>);
 REGISTER_OF_GRADIENT("HvdQuantAdaptiveMeasure", AdaptiveMeasure, .Input("ratio: double").Input("step: int64"),
@@ -946,7 +1068,12 @@ REGISTER_KERNEL_BUILDER(Name("HvdQuantLocate").Device(DEVICE_CPU), Locate);
       .SetShapeFn(vector_of_numel);                                                             \
   REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Decode<FORMAT>)
 
-REGISTER_DECODER("HvdQuantOnebitDecodeSum", Onebit, ONEBIT);
+REGISTER_DECODER("HvdQuantOnebitDecodeSum", Onebit, SIGNS);
+REGISTER_DECODER("HvdQuantSignsgdDecodeSum", SignSgd, SIGNS);
+REGISTER_DECODER("HvdQuantQsgdDecodeSum", Qsgd, QSGD);
+REGISTER_DECODER("HvdQuantTerngradDecodeSum", TernGrad, NO_ATTRIBUTES);
+REGISTER_DECODER("HvdQuantNaturalDecodeSum", Natural, NO_ATTRIBUTES);
+REGISTER_DECODER("HvdQuantBlockwise8DecodeSum", Blockwise8, BLOCKWISE8);
 REGISTER_DECODER("HvdQuantThresholdDecodeSum", Sparse<Code::threshold>, SPARSE);
 REGISTER_DECODER("HvdQuantAdaptiveDecodeSum", Sparse<Code::adaptive>, SPARSE);
 REGISTER_DECODER("HvdQuantTopkDecodeSum", Sparse<Code::topk>, TOPK);
@@ -958,7 +1085,12 @@ REGISTER_DECODER("HvdQuantCastDecodeSum", Values, CAST);
       .SetIsStateful().SetShapeFn(tensorflow::shape_inference::NoOutputs);                      \
   REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Undo<FORMAT>)
 
-REGISTER_UNDO("HvdQuantOnebitUndo", Onebit, ONEBIT);
+REGISTER_UNDO("HvdQuantOnebitUndo", Onebit, SIGNS);
+REGISTER_UNDO("HvdQuantSignsgdUndo", SignSgd, SIGNS);
+REGISTER_UNDO("HvdQuantQsgdUndo", Qsgd, QSGD);
+REGISTER_UNDO("HvdQuantTerngradUndo", TernGrad, NO_ATTRIBUTES);
+REGISTER_UNDO("HvdQuantNaturalUndo", Natural, NO_ATTRIBUTES);
+REGISTER_UNDO("HvdQuantBlockwise8Undo", Blockwise8, BLOCKWISE8);
 REGISTER_UNDO("HvdQuantThresholdUndo", Sparse<Code::threshold>, SPARSE);
 REGISTER_UNDO("HvdQuantAdaptiveUndo", Sparse<Code::adaptive>, SPARSE);
 REGISTER_UNDO("HvdQuantTopkUndo", Sparse<Code::topk>, TOPK);

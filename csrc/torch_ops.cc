@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "kernels/cast.h"
+#include "kernels/fields.h"
 #include "kernels/measure.h"
 #include "kernels/onebit.h"
 #include "kernels/sparse.h"
@@ -30,7 +32,9 @@ using Residual = std::optional<Tensor>;
 using hvd_quant::Bytes;
 using hvd_quant::Cast;
 using hvd_quant::Code;
+using hvd_quant::Fields;
 using hvd_quant::SparseLayout;
+using hvd_quant::at_random;
 
 hvd_quant::Parallel threads() {
   hvd_quant::Parallel parallel;
@@ -109,21 +113,101 @@ std::string complaint(const Decode& decode) {
   return "";
 }
 
-Tensor onebit_encode(const Tensor& grad, const Residual& residual, int64_t block_size, bool zeros) {
+using Signs = hvd_quant::Signs (*)(int64_t block_size, bool zeros);
+
+template <Signs kind>
+Tensor signs_encode(const Tensor& grad, const Residual& residual, int64_t block_size, bool zeros) {
   const auto [g, e] = state(grad, residual);
   check_block_size(block_size);
-  Tensor payload = empty_payload(hvd_quant::onebit_payload_bytes(grad.numel(), block_size, zeros));
-  hvd_quant::onebit_encode(g, e, grad.numel(), block_size, zeros, payload.mutable_data_ptr<uint8_t>(), threads());
+  const hvd_quant::Signs code = kind(block_size, zeros);
+  Tensor payload = empty_payload(hvd_quant::signs_payload_bytes(code, grad.numel()));
+  hvd_quant::signs_encode(code, g, e, grad.numel(), payload.mutable_data_ptr<uint8_t>(), threads());
   return payload;
 }
 
-std::string onebit_decode_sum(const std::vector<Tensor>& payloads, int64_t block_size, bool zeros, double scale,
-                              const Tensor& out) {
+template <Signs kind>
+std::string signs_decode_sum(const std::vector<Tensor>& payloads, int64_t block_size, bool zeros, double scale,
+                             const Tensor& out) {
   const std::vector<Bytes> bytes = bytes_of(payloads, out);
   check_block_size(block_size);
   return complaint([&] {
-    hvd_quant::onebit_decode_sum(bytes, out.numel(), block_size, zeros, float(scale), out.mutable_data_ptr<float>(), threads());
+    hvd_quant::signs_decode_sum(kind(block_size, zeros), bytes, out.numel(), float(scale), out.mutable_data_ptr<float>(),
+                                threads());
   });
+}
+
+Tensor fields_encode(const Fields& code, const hvd_quant::Rounding& rounding, const Tensor& grad, const Residual& residual) {
+  const auto [g, e] = state(grad, residual);
+  TORCH_CHECK_VALUE(rounding.first >= 0 && rounding.first % 64 == 0, "first is ", rounding.first, ", expected a multiple of 64");
+  Tensor payload = empty_payload(hvd_quant::fields_payload_bytes(code, grad.numel()));
+  hvd_quant::fields_encode(code, rounding, g, e, grad.numel(), payload.mutable_data_ptr<uint8_t>(), threads());
+  return payload;
+}
+
+std::string fields_decode_sum(const Fields& code, const std::vector<Tensor>& payloads, double scale, const Tensor& out) {
+  const std::vector<Bytes> bytes = bytes_of(payloads, out);
+  return complaint([&] {
+    hvd_quant::fields_decode_sum(code, bytes, out.numel(), float(scale), out.mutable_data_ptr<float>(), threads());
+  });
+}
+
+Fields qsgd_fields(int64_t bits, int64_t block_size) {
+  TORCH_CHECK_VALUE(bits == 2 || bits == 4 || bits == 8, "bits is ", bits, ", expected 2, 4 or 8");
+  check_block_size(block_size);
+  return hvd_quant::qsgd_fields(int(bits), block_size);
+}
+
+Tensor qsgd_encode(const Tensor& grad, const Residual& residual, int64_t bits, std::string norm, int64_t block_size,
+                   int64_t stream, int64_t first, int64_t step, int64_t rank, int64_t phase) {
+  TORCH_CHECK_VALUE(norm == "max" || norm == "l2", "norm is ", norm, ", expected max or l2");
+  return fields_encode(qsgd_fields(bits, block_size), at_random({stream, first, step, rank, phase}, norm == "l2"), grad, residual);
+}
+
+std::string qsgd_decode_sum(const std::vector<Tensor>& payloads, int64_t bits, int64_t block_size, double scale, const Tensor& out) {
+  return fields_decode_sum(qsgd_fields(bits, block_size), payloads, scale, out);
+}
+
+Tensor terngrad_measure(const Tensor& grad, const Residual& residual, double clip) {
+  const auto [g, e] = state(grad, residual);
+  TORCH_CHECK_VALUE(clip >= 0, "clip is ", clip, ", expected a number of standard deviations, 0 for none");
+  return at::full({1}, hvd_quant::terngrad_measure(g, e, grad.numel(), clip, threads()), grad.options());
+}
+
+Tensor terngrad_encode(const Tensor& grad, const Residual& residual, const Tensor& largest, int64_t stream, int64_t first,
+                       int64_t step, int64_t rank, int64_t phase) {
+  check_vector(largest, "largest", at::kFloat);
+  TORCH_CHECK_VALUE(largest.numel() == 1, "largest has ", largest.numel(), " entries, expected 1");
+  const float scale = *largest.const_data_ptr<float>();
+  TORCH_CHECK_VALUE(scale >= 0 && std::isfinite(scale), "largest is ", scale, ", expected a finite number of at least 0");
+  return fields_encode(hvd_quant::terngrad_fields(), at_random({stream, first, step, rank, phase}, false, scale), grad, residual);
+}
+
+std::string terngrad_decode_sum(const std::vector<Tensor>& payloads, double scale, const Tensor& out) {
+  return fields_decode_sum(hvd_quant::terngrad_fields(), payloads, scale, out);
+}
+
+Tensor natural_encode(const Tensor& grad, const Residual& residual, int64_t stream, int64_t first, int64_t step, int64_t rank,
+                      int64_t phase) {
+  return fields_encode(hvd_quant::natural_fields(), at_random({stream, first, step, rank, phase}), grad, residual);
+}
+
+std::string natural_decode_sum(const std::vector<Tensor>& payloads, double scale, const Tensor& out) {
+  return fields_decode_sum(hvd_quant::natural_fields(), payloads, scale, out);
+}
+
+Fields blockwise8_fields(const std::string& code, int64_t block_size) {
+  TORCH_CHECK_VALUE(code == "linear" || code == "dynamic", "code is ", code, ", expected linear or dynamic");
+  check_block_size(block_size);
+  return hvd_quant::blockwise8_fields(code == "dynamic", block_size);
+}
+
+Tensor blockwise8_encode(const Tensor& grad, const Residual& residual, std::string code, int64_t block_size) {
+  return fields_encode(blockwise8_fields(code, block_size), hvd_quant::to_nearest(), grad, residual);
+}
+
+std::string blockwise8_decode_sum(const std::vector<Tensor>& payloads, std::string code, int64_t block_size, double scale,
+                                  const Tensor& out) {
+  return fields_decode_sum(blockwise8_fields(code, block_size), payloads, scale, out);
 }
 
 Tensor sparse_encode(Code code, const Tensor& grad, const Residual& residual, std::tuple<float, float> tau,
@@ -233,7 +317,7 @@ std::string cast_decode_sum(const std::vector<Tensor>& payloads, std::string dty
   });
 }
 
-// The benchmark's two limits: reading two vectors and writing one, and writing one.
+// The benchmark's limits: reading two vectors and writing one, reading one, and writing one.
 void stream_add(const Tensor& a, const Tensor& b, const Tensor& out) {
   for (const Tensor* t : {&a, &b, &out}) {
     check_vector(*t, "vector", at::kFloat);
@@ -244,6 +328,12 @@ void stream_add(const Tensor& a, const Tensor& b, const Tensor& out) {
   threads()(out.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
     hvd_quant::loops().add_all(x + begin, y + begin, z + begin, end - begin);
   });
+}
+
+void stream_read(const Tensor& a) {
+  check_vector(a, "vector", at::kFloat);
+  const float* x = a.const_data_ptr<float>();
+  threads()(a.numel(), 1 << 15, [&](int64_t begin, int64_t end) { hvd_quant::loops().read_all(x + begin, end - begin); });
 }
 
 void stream_fill(const Tensor& out, double value, bool bypass_caches) {
@@ -258,9 +348,22 @@ std::string simd_level() { return hvd_quant::level_name(hvd_quant::level()); }
 
 }  // namespace
 
+#define DRAW "int stream, int first, int step, int rank, int phase"
+
 TORCH_LIBRARY(hvd_quant, m) {
   m.def("onebit_encode(Tensor grad, Tensor(a!)? residual, int block_size, bool zeros=False) -> Tensor");
   m.def("onebit_decode_sum(Tensor[] payloads, int block_size, bool zeros=False, *, float scale, Tensor(a!) out) -> str");
+  m.def("signsgd_encode(Tensor grad, Tensor(a!)? residual, int block_size, bool zeros) -> Tensor");
+  m.def("signsgd_decode_sum(Tensor[] payloads, int block_size, bool zeros, *, float scale, Tensor(a!) out) -> str");
+  m.def("qsgd_encode(Tensor grad, Tensor(a!)? residual, int bits, str norm, int block_size, " DRAW ") -> Tensor");
+  m.def("qsgd_decode_sum(Tensor[] payloads, int bits, int block_size, *, float scale, Tensor(a!) out) -> str");
+  m.def("terngrad_measure(Tensor grad, Tensor? residual, float clip) -> Tensor");
+  m.def("terngrad_encode(Tensor grad, Tensor(a!)? residual, Tensor largest, " DRAW ") -> Tensor");
+  m.def("terngrad_decode_sum(Tensor[] payloads, *, float scale, Tensor(a!) out) -> str");
+  m.def("natural_encode(Tensor grad, Tensor(a!)? residual, " DRAW ") -> Tensor");
+  m.def("natural_decode_sum(Tensor[] payloads, *, float scale, Tensor(a!) out) -> str");
+  m.def("blockwise8_encode(Tensor grad, Tensor(a!)? residual, str code, int block_size) -> Tensor");
+  m.def("blockwise8_decode_sum(Tensor[] payloads, str code, int block_size, *, float scale, Tensor(a!) out) -> str");
   m.def("threshold_encode(Tensor grad, Tensor(a!)? residual, float tau, int slots, int step) -> Tensor");
   m.def("threshold_decode_sum(Tensor[] payloads, int slots, *, float scale, Tensor(a!) out) -> str");
   m.def("adaptive_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
@@ -274,13 +377,25 @@ TORCH_LIBRARY(hvd_quant, m) {
   m.def("cast_encode(Tensor grad, str dtype, str codec) -> Tensor");
   m.def("cast_decode_sum(Tensor[] payloads, str dtype, str codec, *, float scale, Tensor(a!) out) -> str");
   m.def("stream_add(Tensor a, Tensor b, Tensor(a!) out) -> ()");
+  m.def("stream_read(Tensor a) -> ()");
   m.def("stream_fill(Tensor(a!) out, float value, bool bypass_caches) -> ()");
   m.def("simd_level() -> str", simd_level);
 }
 
 TORCH_LIBRARY_IMPL(hvd_quant, CPU, m) {
-  m.impl("onebit_encode", onebit_encode);
-  m.impl("onebit_decode_sum", onebit_decode_sum);
+  m.impl("onebit_encode", signs_encode<hvd_quant::onebit_signs>);
+  m.impl("onebit_decode_sum", signs_decode_sum<hvd_quant::onebit_signs>);
+  m.impl("signsgd_encode", signs_encode<hvd_quant::signsgd_signs>);
+  m.impl("signsgd_decode_sum", signs_decode_sum<hvd_quant::signsgd_signs>);
+  m.impl("qsgd_encode", qsgd_encode);
+  m.impl("qsgd_decode_sum", qsgd_decode_sum);
+  m.impl("terngrad_measure", terngrad_measure);
+  m.impl("terngrad_encode", terngrad_encode);
+  m.impl("terngrad_decode_sum", terngrad_decode_sum);
+  m.impl("natural_encode", natural_encode);
+  m.impl("natural_decode_sum", natural_decode_sum);
+  m.impl("blockwise8_encode", blockwise8_encode);
+  m.impl("blockwise8_decode_sum", blockwise8_decode_sum);
   m.impl("threshold_encode", threshold_encode);
   m.impl("threshold_decode_sum", threshold_decode_sum);
   m.impl("adaptive_measure", adaptive_measure);
@@ -293,5 +408,6 @@ TORCH_LIBRARY_IMPL(hvd_quant, CPU, m) {
   m.impl("cast_encode", cast_encode);
   m.impl("cast_decode_sum", cast_decode_sum);
   m.impl("stream_add", stream_add);
+  m.impl("stream_read", stream_read);
   m.impl("stream_fill", stream_fill);
 }

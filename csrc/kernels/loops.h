@@ -48,9 +48,9 @@ static uint64_t weigh(const uint8_t* p, int64_t n) {
   uint64_t total = 0;
   for (int64_t begin = 0; begin < n; begin += 4096) {
     const uint8_t* run = p + 4 * begin;
-    const int words = int(n - begin < 4096 ? n - begin : 4096);
+    const int64_t words = n - begin < 4096 ? n - begin : 4096;
     uint64_t plain_sum = 0, weighted = 0;
-    for (int i = 0; i < words; ++i) {
+    for (int64_t i = 0; i < words; ++i) {  // an int could wrap around under -fwrapv, and wouldn't be vectorised
       const uint64_t word = load_u32(run + 4 * i);
       plain_sum += word;
       weighted += word * uint32_t(i);
@@ -78,8 +78,9 @@ HVD_QUANT_INLINE F onebit_rest(F x, F up, F down, const bool zeros) {
 }
 
 // One block: v = g + e into `v`, sign bits (and non-zero bits), two levels, then e = v - level. False if not all finite.
-HVD_QUANT_INLINE bool onebit_block(const float* g, const float* e, float* v, int64_t n, float* levels, uint8_t* signs,
-                                   uint8_t* nonzeros, const bool residual, const bool zeros) {
+// `mirrored` levels are the mean magnitude and its negative.
+HVD_QUANT_INLINE bool onebit_block(const float* g, const float* e, float* v, int64_t n, bool mirrored, float* levels,
+                                   uint8_t* signs, uint8_t* nonzeros, const bool residual, const bool zeros) {
   const F zero = set(0);
   M ok = mask(0xffff);
   F up_total = zero, down_total = zero;
@@ -121,7 +122,14 @@ HVD_QUANT_INLINE bool onebit_block(const float* g, const float* e, float* v, int
     up_total = add(up_total, up_sum);
     down_total = add(down_total, down_sum);
   }
-  float up = sum(up_total) / float(ups ? ups : 1), down = sum(down_total) / float(downs ? downs : 1);
+  float up = sum(up_total), down = sum(down_total);
+  if (mirrored) {
+    up = (up - down) / float(ups + downs ? ups + downs : 1);
+    down = -up;
+  } else {
+    up /= float(ups ? ups : 1);
+    down /= float(downs ? downs : 1);
+  }
   bool fine = bits(ok) == 0xffff;
   if (!(up - up == 0 && down - down == 0)) {
     up = down = 0;
@@ -144,28 +152,31 @@ HVD_QUANT_INLINE bool onebit_block(const float* g, const float* e, float* v, int
 
 // The blocks [first, last) of a tensor. `scratch` holds one block and stands in for a missing residual.
 static bool onebit_encode_blocks(const float* g, float* e, float* scratch, int64_t numel, int64_t block_size, bool zeros,
-                                 int64_t first, int64_t last, uint8_t* levels, uint8_t* signs, uint8_t* nonzeros) {
+                                 bool mirrored, int64_t first, int64_t last, uint8_t* levels, uint8_t* signs,
+                                 uint8_t* nonzeros) {
+  const int size = mirrored ? 4 : 8;
   bool fine = true;
   for (int64_t b = first; b < last; ++b) {
     const int64_t at = b * block_size, n = numel - at < block_size ? numel - at : block_size;
     float pair[2];
     uint8_t *s = signs + at / 8, *z = nonzeros + at / 8;
     if (e && zeros)
-      fine &= onebit_block(g + at, e + at, e + at, n, pair, s, z, true, true);
+      fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, true);
     else if (e)
-      fine &= onebit_block(g + at, e + at, e + at, n, pair, s, z, true, false);
+      fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, false);
     else if (zeros)
-      fine &= onebit_block(g + at, nullptr, scratch, n, pair, s, z, false, true);
+      fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, true);
     else
-      fine &= onebit_block(g + at, nullptr, scratch, n, pair, s, z, false, false);
-    __builtin_memcpy(levels + 8 * b, pair, 8);
+      fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, false);
+    __builtin_memcpy(levels + size * b, pair, size_t(size));
   }
   return fine;
 }
 
 // `scale` times the sum of the blocks [first, last) of n payloads, 64 entries at a time in registers.
-HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, int64_t first,
-                                    int64_t last, float scale, float* out, const bool zeros, const bool streamed) {
+HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, bool mirrored,
+                                    int64_t first, int64_t last, float scale, float* out, const bool zeros,
+                                    const bool streamed) {
   const F zero = set(0), factor = set(scale);
   for (int64_t b = first; b < last; ++b) {
     const int64_t begin = b * block_size, end = numel - begin < block_size ? numel : begin + block_size;
@@ -174,7 +185,12 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
       F x[4] = {zero, zero, zero, zero};
       for (int p = 0; p < n; ++p) {
         float pair[2];
-        __builtin_memcpy(pair, payloads[p].levels + 8 * b, 8);
+        if (mirrored) {
+          __builtin_memcpy(pair, payloads[p].levels + 4 * b, 4);
+          pair[1] = -pair[0];
+        } else {
+          __builtin_memcpy(pair, payloads[p].levels + 8 * b, 8);
+        }
         const F up = set(pair[0]), down = set(pair[1]);
         uint64_t s = 0, z = 0;
         if (left >= 64) {
@@ -209,15 +225,15 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
 }
 
 static void onebit_decode_blocks(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, bool zeros,
-                                 int64_t first, int64_t last, float scale, float* out, bool streamed) {
+                                 bool mirrored, int64_t first, int64_t last, float scale, float* out, bool streamed) {
   if (zeros && streamed)
-    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, true, true);
+    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, true);
   else if (zeros)
-    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, true, false);
+    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, false);
   else if (streamed)
-    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, false, true);
+    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, true);
   else
-    onebit_decode(payloads, n, numel, block_size, first, last, scale, out, false, false);
+    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, false);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sparse
@@ -548,6 +564,280 @@ static void cast_sum(Cast type, const uint8_t* const* bodies, int n, int64_t fir
     add_casts(bodies, n, first, last, scale, out, streamed, Cast::bfloat16);
 }
 
+// ----------------------------------------------------------------------- qsgd, terngrad, natural, blockwise8: fields
+
+// Sixteen of a tensor's random numbers, for the entries from `at` of a range on: a hash of the entry's place with one key
+// before the first round and one after it, so that streams of other keys are no shifted copies.
+HVD_QUANT_INLINE U noise(const Rounding& r, int64_t at) {
+  const uint64_t place = uint64_t(r.first + at);
+  U x = unlike(add(ramp(), set_int(uint32_t(place))), set_int(r.key0));
+  x = mul(unlike(x, shr(x, 17)), set_int(0xED5AD4BBu));
+  x = add(unlike(x, shr(x, 11)), set_int(r.key1 + uint32_t(place >> 32) * 0x9E3779B1u));
+  x = mul(x, set_int(0xAC4C1B51u));
+  x = mul(unlike(x, shr(x, 15)), set_int(0x31848BABu));
+  return unlike(x, shr(x, 14));
+}
+
+HVD_QUANT_INLINE F magnitude(F x) { return as_float(both(as_int(x), set_int(0x7FFFFFFF))); }
+
+// The multiple of the scale, of the table or of two, whose inverse is given, that |x| = a is rounded to, without its sign.
+HVD_QUANT_INLINE U quantise(F a, F inverse, U random, const Fields& c, const Grid grid, const int width, const bool randomly) {
+  const F u = randomly ? mul(to_float(either(shr(random, 8), set_int(1))), set(0x1p-24f)) : set(0.5f);  // in (0, 1)
+  const U one = set_int(1);
+  if (grid == Grid::natural) {  // what is added to the mantissa carries into the exponent with the right chance
+    a = lower(a, set(0x1p64f));
+    const U power = sub(shr(add(as_int(a), shr(random, 9)), 23), set_int(64));
+    const U smallest = select(gt(mul(a, set(0x1p62f)), u), one, set_int(0));
+    return select(ge(a, set(0x1p-62f)), power, smallest);
+  }
+  if (grid == Grid::dynamic) {
+    a = lower(mul(a, inverse), set(1));
+    const U cell = sub(shr(as_int(higher(a, set(0x1p-22f))), DynamicCode::kCellBits), set_int(DynamicCode::kFirst));
+    const U below = lookup(c.dynamic->below, cell);
+    return select(gt(a, as_float(lookup(c.dynamic->marks, below))), add(below, one), below);
+  }
+  a = lower(mul(a, inverse), set(float((1 << (width - 1)) - 1)));
+  const U floor = to_int(a);
+  return select(gt(sub(a, to_float(floor)), u), add(floor, one), floor);
+}
+
+// The field of a magnitude and a sign, and what it decodes to.
+HVD_QUANT_INLINE U field_of(U k, M negative, const Grid grid, const int width) {
+  const U zero = set_int(0);
+  if (grid == Grid::natural) return select(negative, select(positive(k), either(k, set_int(128)), zero), k);
+  if (grid == Grid::dynamic)  // there is no -1
+    k = select(negative, sub(k, select(positive(sub(k, set_int(127))), set_int(1), zero)), k);
+  return both(select(negative, sub(zero, k), k), set_int((1u << width) - 1));
+}
+
+HVD_QUANT_INLINE F value_of(U field, F scale, const Fields& c, const Grid grid, const int width) {
+  if (grid == Grid::dynamic) return mul(as_float(lookup(c.dynamic->values, field)), scale);
+  if (grid == Grid::linear) {
+    const U sign = set_int(1u << (width - 1));
+    return mul(to_float(sub(unlike(field, sign), sign)), scale);
+  }
+  const U k = both(field, set_int(127)), power = shl(add(k, set_int(64)), 23);
+  return as_float(either(select(positive(k), power, set_int(0)), shl(both(field, set_int(128)), 24)));
+}
+
+HVD_QUANT_INLINE float largest_of(F a) {
+  float x[16], most = 0;
+  store(x, a);
+  for (int i = 0; i < 16; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// v = g + e into `v`, and its largest magnitude. False if not all is finite.
+HVD_QUANT_INLINE bool gather_block(const float* g, const float* e, float* v, int64_t n, float* most, const bool residual) {
+  M ok = mask(0xffff);
+  F largest = set(0);
+  int64_t at = 0;
+  for (; at + 16 <= n; at += 16) {
+    prefetch(g + at + kAhead);
+    if (residual) prefetch(e + at + kAhead);
+    const F x = accumulate(load(g + at), residual ? load(e + at) : set(0), &ok);
+    store(v + at, x);
+    largest = higher(largest, magnitude(x));
+  }
+  if (at < n) {
+    const int lanes = int(n - at);
+    const F x = accumulate(load_part(g + at, lanes), residual ? load_part(e + at, lanes) : set(0), &ok);
+    store_part(v + at, x, lanes);
+    largest = higher(largest, magnitude(x));
+  }
+  *most = largest_of(largest);
+  return bits(ok) == 0xffff;
+}
+
+HVD_QUANT_INLINE double sum(D a) {
+  double x[16];
+  store(x, a);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  return x[0];
+}
+
+// The sums of n entries of v = g + e and of their squares, and their largest magnitude; what is not finite counts as e.
+HVD_QUANT_INLINE void add_moments(const float* g, const float* e, int64_t n, double* total, double* squares, float* most,
+                                  const bool residual) {
+  const F zero = set(0);
+  M ok = mask(0xffff);
+  F largest = zero;
+  D sums = to_double(zero), square_sums = sums;
+  for (int64_t at = 0; at < n; at += 16) {
+    F x;
+    if (n - at >= 16) {
+      prefetch(g + at + kAhead);
+      if (residual) prefetch(e + at + kAhead);
+      x = accumulate(load(g + at), residual ? load(e + at) : zero, &ok);
+    } else {
+      x = accumulate(load_part(g + at, int(n - at)), residual ? load_part(e + at, int(n - at)) : zero, &ok);
+    }
+    largest = higher(largest, magnitude(x));
+    const D wide = to_double(x);
+    sums = add(sums, wide);
+    square_sums = add(square_sums, mul(wide, wide));
+  }
+  *most = largest_of(largest);
+  *total = sum(sums);
+  *squares = sum(square_sums);
+}
+
+static void moments(const float* g, const float* e, int64_t n, double* total, double* squares, float* most) {
+  if (e)
+    add_moments(g, e, n, total, squares, most, true);
+  else
+    add_moments(g, nullptr, n, total, squares, most, false);
+}
+
+// Fields of 64 entries of v, of which `left` exist, and what they leave of v in `rest` unless that is null. Sixteen bytes
+// hold sixteen fields of 8 bits, or of 4 with the sixteen of 32 entries later above them, and so on.
+HVD_QUANT_INLINE void group_of_fields(const Fields& c, const Rounding& r, const float* v, float* rest, int64_t at, int64_t left,
+                                      F scale, F inverse, uint8_t* out, const Grid grid, const int width, const bool randomly,
+                                      const bool full) {
+  const int planes = width / 2;
+  for (int plane = 0; plane < planes; ++plane) {
+    U packed = set_int(0);
+    for (int i = plane; i < 4; i += planes) {
+      const int lanes = full || left - 16 * i >= 16 ? 16 : left - 16 * i > 0 ? int(left - 16 * i) : 0;
+      const F x = full ? load(v + 16 * i) : load_part(v + 16 * i, lanes);
+      const U random = randomly ? noise(r, at + 16 * i) : set_int(0);
+      const U k = quantise(magnitude(x), inverse, random, c, grid, width, randomly);
+      const U field = field_of(k, gt(set(0), x), grid, width);
+      packed = either(packed, shl(field, i / planes * width));
+      if (!rest) continue;
+      const F left_over = sub(x, value_of(field, scale, c, grid, width));
+      if (full)
+        store(rest + 16 * i, left_over);
+      else
+        store_part(rest + 16 * i, left_over, lanes);
+    }
+    to_bytes(packed, out + 16 * plane);
+  }
+}
+
+// The blocks [first, last) of a tensor. `scratch` holds one block and stands in for a missing residual.
+HVD_QUANT_INLINE bool encode_fields(const Fields& c, const Rounding& r, const float* g, float* e, float* scratch,
+                                    int64_t numel, int64_t first, int64_t last, uint8_t* scales, uint8_t* fields,
+                                    const Grid grid, const int width, const bool randomly) {
+  bool fine = true;
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t begin = b * c.block, n = numel - begin < c.block ? numel - begin : c.block;
+    float* v = e ? e + begin : scratch;
+    float scale;
+    fine &= e ? gather_block(g + begin, v, v, n, &scale, true) : gather_block(g + begin, nullptr, v, n, &scale, false);
+    if (grid == Grid::natural) fine &= scale <= 0x1p64f;
+    if (r.l2) {
+      double total, squares;
+      float most;
+      add_moments(v, nullptr, n, &total, &squares, &most, false);
+      scale = float(__builtin_sqrt(squares));
+      if (scale - scale != 0) scale = 0, fine = false;
+    }
+    if (grid == Grid::linear) scale /= float((1 << (width - 1)) - 1);
+    if (c.scales == Fields::Scales::one) scale = r.scale;
+    float inverse = 1 / scale;
+    if (inverse - inverse != 0) scale = inverse = 0;
+    if (c.scales == Fields::Scales::blocks) __builtin_memcpy(scales + 4 * b, &scale, 4);
+    const F unit = set(scale), factor = set(inverse);
+    uint8_t* out = fields + begin / 8 * width;
+    int64_t at = 0;
+    for (; at + 64 <= n; at += 64, out += 8 * width)
+      group_of_fields(c, r, v + at, e ? v + at : nullptr, begin + at, 64, unit, factor, out, grid, width, randomly, true);
+    if (at < n)
+      group_of_fields(c, r, v + at, e ? v + at : nullptr, begin + at, n - at, unit, factor, out, grid, width, randomly, false);
+  }
+  return fine;
+}
+
+static bool fields_encode_blocks(const Fields& c, const Rounding& r, const float* g, float* e, float* scratch, int64_t numel,
+                                 int64_t first, int64_t last, uint8_t* scales, uint8_t* fields) {
+  if (c.grid == Grid::natural)
+    return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::natural, 8, true);
+  if (c.grid == Grid::dynamic)
+    return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::dynamic, 8, false);
+  if (!r.random) return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::linear, 8, false);
+  if (c.bits == 8) return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::linear, 8, true);
+  if (c.bits == 4) return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::linear, 4, true);
+  return encode_fields(c, r, g, e, scratch, numel, first, last, scales, fields, Grid::linear, 2, true);
+}
+
+// `factor` times the sum of the blocks [first, last) of n payloads, 64 entries at a time in registers.
+HVD_QUANT_INLINE void decode_fields(const Fields& c, const FieldsView* payloads, int n, int64_t numel, int64_t first,
+                                    int64_t last, float factor, float* out, bool streamed, const Grid grid, const int width) {
+  const int planes = width / 2;
+  float small[16];
+  for (int i = 0; i < 16; ++i) {
+    const int level = i % (1 << (width < 4 ? width : 4));
+    small[i] = float(level < 1 << (width - 1) ? level : level - (1 << width));
+  }
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t begin = b * c.block, end = numel - begin < c.block ? numel : begin + c.block;
+    for (int64_t at = begin; at < end; at += 64) {
+      F x[4] = {set(0), set(0), set(0), set(0)};
+      for (int p = 0; p < n; ++p) {
+        float scale = 1;
+        if (grid != Grid::natural)
+          __builtin_memcpy(&scale, payloads[p].scales + (c.scales == Fields::Scales::blocks ? 4 * b : 0), 4);
+        const F unit = set(scale), table = mul(load(small), unit);
+        U packed[4];
+        for (int i = 0; i < planes; ++i) packed[i] = from_bytes(payloads[p].fields + at / 8 * width + 16 * i);
+        for (int i = 0; i < 4; ++i) {
+          const U field = shr(packed[i % planes], i / planes * width);
+          x[i] = add(x[i], width <= 4 ? pick(table, field) : value_of(field, unit, c, grid, width));
+        }
+      }
+      for (int i = 0; i < 4; ++i) {
+        const int64_t rest = end - at - 16 * i;
+        x[i] = mul(x[i], set(factor));
+        if (rest < 16) {
+          if (rest > 0) store_part(out + at + 16 * i, x[i], int(rest));
+        } else if (streamed) {
+          stream(out + at + 16 * i, x[i]);
+        } else {
+          store(out + at + 16 * i, x[i]);
+        }
+      }
+    }
+  }
+  if (streamed) fence();
+}
+
+static void fields_decode_blocks(const Fields& c, const FieldsView* payloads, int n, int64_t numel, int64_t first, int64_t last,
+                                 float factor, float* out, bool streamed) {
+  if (c.grid == Grid::natural)
+    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::natural, 8);
+  else if (c.grid == Grid::dynamic)
+    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::dynamic, 8);
+  else if (c.bits == 8)
+    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 8);
+  else if (c.bits == 4)
+    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 4);
+  else
+    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 2);
+}
+
+// Whether none of the fields in n words of 64 bits has its first bit alone, which stands for nothing.
+HVD_QUANT_INLINE bool no_first_bit_alone(const uint8_t* p, int64_t n, const int width) {
+  const uint64_t ones = ~uint64_t{0} / ((uint64_t{1} << width) - 1), first = ones << (width - 1);
+  uint64_t good = ones;
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t word;
+    __builtin_memcpy(&word, p + 8 * i, 8);
+    word ^= first;  // to see in each field's last bit whether any is set
+    if (width == 8) word |= word >> 4;
+    if (width >= 4) word |= word >> 2;
+    good &= word | word >> 1;
+  }
+  return good == ones;
+}
+
+static bool fields_valid(const uint8_t* p, int64_t n, int width) {
+  return width == 8   ? no_first_bit_alone(p, n, 8)
+         : width == 4 ? no_first_bit_alone(p, n, 4)
+                      : no_first_bit_alone(p, n, 2);
+}
+
 // --------------------------------------------------------------------------------------- what the benchmark compares with
 
 static void add_all(const float* a, const float* b, float* out, int64_t n) {
@@ -558,6 +848,20 @@ static void add_all(const float* a, const float* b, float* out, int64_t n) {
     store(out + i, add(load(a + i), load(b + i)));
   }
   for (; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+// The sum of a vector, which takes reading it.
+static float read_all(const float* a, int64_t n) {
+  F sums[4] = {set(0), set(0), set(0), set(0)};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 4; ++j) {
+      prefetch(a + i + 16 * j + kAhead);
+      sums[j] = add(sums[j], load(a + i + 16 * j));
+    }
+  float total = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  for (; i < n; ++i) total += a[i];
+  return total;
 }
 
 static void fill(float value, float* out, int64_t n, bool streamed) {
@@ -575,5 +879,6 @@ static void fill(float value, float* out, int64_t n, bool streamed) {
 static constexpr Loops table() {
   return {weigh,       onebit_encode_blocks, onebit_decode_blocks, scan_unit,  list_unit, gather,    scatter, signed_means,
           split_signs, magnitudes,           split_magnitudes,     place_unit, ascending, move_tile, halve,   widen,
-          cast,        cast_sum,             add_all,              fill};
+          cast,        cast_sum,             fields_encode_blocks, fields_decode_blocks, fields_valid, moments, add_all,
+          read_all,    fill};
 }

@@ -1,4 +1,4 @@
-// Sixteen floats at a time: the only file with intrinsics.
+// Sixteen floats or 32-bit integers at a time: the only file with intrinsics.
 //
 // The same names exist in three namespaces, one a level: `plain` (any machine), `avx2` (x86-64-v3) and `avx512`
 // (x86-64-v4). loops.h is written once against them and compiled for each. Every operation rounds alike on all levels (no
@@ -91,8 +91,13 @@ namespace plain {
 
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef float f32x2 __attribute__((vector_size(8)));
+typedef double f64x2 __attribute__((vector_size(16)));
 
 struct F { f32x4 x[4]; };
+struct D { f64x2 x[8]; };
+struct U { u32x4 x[4]; };
 struct M { i32x4 x[4]; };
 
 #define HVD_QUANT_EACH for (int i = 0; i < 4; ++i)
@@ -138,6 +143,70 @@ HVD_QUANT_INLINE M mask(unsigned b) {
   HVD_QUANT_EACH {
     int n = int(b >> (4 * i));
     r.x[i] = (i32x4{n, n, n, n} & i32x4{1, 2, 4, 8}) != 0;
+  }
+  return r;
+}
+HVD_QUANT_INLINE F lower(F a, F b) { return select(gt(b, a), a, b); }
+HVD_QUANT_INLINE F higher(F a, F b) { return select(gt(a, b), a, b); }
+
+// Integers wrap around. Where a sign counts, they are in two's complement.
+HVD_QUANT_INLINE U set_int(uint32_t a) { U r; HVD_QUANT_EACH r.x[i] = u32x4{a, a, a, a}; return r; }
+HVD_QUANT_INLINE U ramp() {  // 0, 1, ... 15
+  U r;
+  HVD_QUANT_EACH r.x[i] = u32x4{0, 1, 2, 3} + uint32_t(4 * i);
+  return r;
+}
+HVD_QUANT_INLINE U add(U a, U b) { HVD_QUANT_EACH a.x[i] += b.x[i]; return a; }
+HVD_QUANT_INLINE U sub(U a, U b) { HVD_QUANT_EACH a.x[i] -= b.x[i]; return a; }
+HVD_QUANT_INLINE U mul(U a, U b) { HVD_QUANT_EACH a.x[i] *= b.x[i]; return a; }
+HVD_QUANT_INLINE U both(U a, U b) { HVD_QUANT_EACH a.x[i] &= b.x[i]; return a; }
+HVD_QUANT_INLINE U either(U a, U b) { HVD_QUANT_EACH a.x[i] |= b.x[i]; return a; }
+HVD_QUANT_INLINE U unlike(U a, U b) { HVD_QUANT_EACH a.x[i] ^= b.x[i]; return a; }
+HVD_QUANT_INLINE U shl(U a, int n) { HVD_QUANT_EACH a.x[i] <<= n; return a; }
+HVD_QUANT_INLINE U shr(U a, int n) { HVD_QUANT_EACH a.x[i] >>= n; return a; }
+HVD_QUANT_INLINE M positive(U a) { M r; HVD_QUANT_EACH r.x[i] = (i32x4)a.x[i] > 0; return r; }
+HVD_QUANT_INLINE U select(M m, U a, U b) {
+  HVD_QUANT_EACH a.x[i] = ((u32x4)m.x[i] & a.x[i]) | (~(u32x4)m.x[i] & b.x[i]);
+  return a;
+}
+HVD_QUANT_INLINE U as_int(F a) { U r; HVD_QUANT_EACH r.x[i] = (u32x4)a.x[i]; return r; }    // the same bits
+HVD_QUANT_INLINE F as_float(U a) { F r; HVD_QUANT_EACH r.x[i] = (f32x4)a.x[i]; return r; }
+HVD_QUANT_INLINE U to_int(F a) {  // towards zero
+  U r;
+  HVD_QUANT_EACH r.x[i] = (u32x4)__builtin_convertvector(a.x[i], i32x4);
+  return r;
+}
+HVD_QUANT_INLINE F to_float(U a) { F r; HVD_QUANT_EACH r.x[i] = __builtin_convertvector((i32x4)a.x[i], f32x4); return r; }
+HVD_QUANT_INLINE void to_bytes(U a, uint8_t* p) {  // of integers below 256
+  HVD_QUANT_EACH for (int j = 0; j < 4; ++j) p[4 * i + j] = uint8_t(a.x[i][j]);
+}
+HVD_QUANT_INLINE U from_bytes(const uint8_t* p) {
+  U r;
+  HVD_QUANT_EACH r.x[i] = u32x4{p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]};
+  return r;
+}
+HVD_QUANT_INLINE F pick(F table, U index) {  // by an index's last four bits
+  float from[16], to[16];
+  store(from, table);
+  HVD_QUANT_EACH for (int j = 0; j < 4; ++j) to[4 * i + j] = from[index.x[i][j] & 15];
+  return load(to);
+}
+HVD_QUANT_INLINE U lookup(const void* table, U index) {  // of 32-bit words
+  uint32_t to[16];
+  HVD_QUANT_EACH for (int j = 0; j < 4; ++j) std::memcpy(to + 4 * i + j, (const char*)table + 4 * size_t(index.x[i][j]), 4);
+  std::memcpy(&index, to, 64);
+  return index;
+}
+
+// Doubles, for sums of floats and of their squares, which neither overflow nor vanish there.
+HVD_QUANT_INLINE void store(double* p, D a) { std::memcpy(p, &a, 128); }
+HVD_QUANT_INLINE D add(D a, D b) { for (int i = 0; i < 8; ++i) a.x[i] += b.x[i]; return a; }
+HVD_QUANT_INLINE D mul(D a, D b) { for (int i = 0; i < 8; ++i) a.x[i] *= b.x[i]; return a; }
+HVD_QUANT_INLINE D to_double(F a) {
+  D r;
+  HVD_QUANT_EACH {
+    r.x[2 * i] = __builtin_convertvector((f32x2{a.x[i][0], a.x[i][1]}), f64x2);
+    r.x[2 * i + 1] = __builtin_convertvector((f32x2{a.x[i][2], a.x[i][3]}), f64x2);
   }
   return r;
 }
@@ -200,7 +269,9 @@ HVD_QUANT_INLINE F from_half(const uint16_t* p) {
 namespace avx2 {
 
 struct F { __m256 a, b; };
+struct D { __m256d a, b, c, d; };
 struct M { __m256 a, b; };
+struct U { __m256i a, b; };
 
 HVD_QUANT_INLINE F set(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 HVD_QUANT_INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -236,6 +307,62 @@ HVD_QUANT_INLINE void to_half(F x, uint16_t* p) {
 HVD_QUANT_INLINE F from_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+HVD_QUANT_INLINE F lower(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+HVD_QUANT_INLINE F higher(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+HVD_QUANT_INLINE U set_int(uint32_t a) { return {_mm256_set1_epi32(int(a)), _mm256_set1_epi32(int(a))}; }
+HVD_QUANT_INLINE U ramp() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+HVD_QUANT_INLINE U add(U x, U y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+HVD_QUANT_INLINE U sub(U x, U y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+HVD_QUANT_INLINE U mul(U x, U y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+HVD_QUANT_INLINE U both(U x, U y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+HVD_QUANT_INLINE U either(U x, U y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+HVD_QUANT_INLINE U unlike(U x, U y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+HVD_QUANT_INLINE U shl(U x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+HVD_QUANT_INLINE U shr(U x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
+HVD_QUANT_INLINE U as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+HVD_QUANT_INLINE F as_float(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+HVD_QUANT_INLINE M positive(U x) {
+  const __m256i zero = _mm256_setzero_si256();
+  const F r = as_float({_mm256_cmpgt_epi32(x.a, zero), _mm256_cmpgt_epi32(x.b, zero)});
+  return {r.a, r.b};
+}
+HVD_QUANT_INLINE U select(M m, U x, U y) { return as_int(select(m, as_float(x), as_float(y))); }
+HVD_QUANT_INLINE U to_int(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+HVD_QUANT_INLINE F to_float(U x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+HVD_QUANT_INLINE void to_bytes(U x, uint8_t* p) {
+  const __m256i pairs = _mm256_packus_epi32(x.a, x.b);  // each half by itself: 0-3, 8-11 and 4-7, 12-15
+  const __m256i order = _mm256_permute4x64_epi64(pairs, 0xD8);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(order), _mm256_extracti128_si256(order, 1)));
+}
+HVD_QUANT_INLINE U from_bytes(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+HVD_QUANT_INLINE F pick(F table, U index) {
+  const U upper = shl(index, 28);  // the fourth bit as a sign, which blends look at
+  return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index.a), _mm256_permutevar8x32_ps(table.b, index.a),
+                           _mm256_castsi256_ps(upper.a)),
+          _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index.b), _mm256_permutevar8x32_ps(table.b, index.b),
+                           _mm256_castsi256_ps(upper.b))};
+}
+HVD_QUANT_INLINE U lookup(const void* table, U x) {
+  return {_mm256_i32gather_epi32((const int*)table, x.a, 4), _mm256_i32gather_epi32((const int*)table, x.b, 4)};
+}
+HVD_QUANT_INLINE void store(double* p, D x) {
+  _mm256_storeu_pd(p, x.a), _mm256_storeu_pd(p + 4, x.b), _mm256_storeu_pd(p + 8, x.c), _mm256_storeu_pd(p + 12, x.d);
+}
+HVD_QUANT_INLINE D add(D x, D y) {
+  return {_mm256_add_pd(x.a, y.a), _mm256_add_pd(x.b, y.b), _mm256_add_pd(x.c, y.c), _mm256_add_pd(x.d, y.d)};
+}
+HVD_QUANT_INLINE D mul(D x, D y) {
+  return {_mm256_mul_pd(x.a, y.a), _mm256_mul_pd(x.b, y.b), _mm256_mul_pd(x.c, y.c), _mm256_mul_pd(x.d, y.d)};
+}
+HVD_QUANT_INLINE D to_double(F x) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)),
+          _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1))};
+}
 
 }  // namespace avx2
 
@@ -257,8 +384,12 @@ HVD_QUANT_INLINE F from_half(const uint16_t* p) {
 
 namespace avx512 {
 
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+
 struct F { __m512 x; };
+struct D { __m512d a, b; };
 struct M { __mmask16 m; };
+struct U { __m512i x; };
 
 HVD_QUANT_INLINE F set(float a) { return {_mm512_set1_ps(a)}; }
 HVD_QUANT_INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -282,6 +413,41 @@ HVD_QUANT_INLINE void to_half(F a, uint16_t* p) {
 }
 HVD_QUANT_INLINE F from_half(const uint16_t* p) {  // maskz: GCC warns of the undefined register in the plain form
   return {_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p))};
+}
+HVD_QUANT_INLINE F lower(F a, F b) { return {_mm512_maskz_min_ps(0xffff, a.x, b.x)}; }
+HVD_QUANT_INLINE F higher(F a, F b) { return {_mm512_maskz_max_ps(0xffff, a.x, b.x)}; }
+HVD_QUANT_INLINE U set_int(uint32_t a) { return {_mm512_set1_epi32(int(a))}; }
+HVD_QUANT_INLINE U ramp() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+HVD_QUANT_INLINE U add(U a, U b) { return {_mm512_add_epi32(a.x, b.x)}; }
+HVD_QUANT_INLINE U sub(U a, U b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+HVD_QUANT_INLINE U mul(U a, U b) { return {_mm512_mullo_epi32(a.x, b.x)}; }
+HVD_QUANT_INLINE U both(U a, U b) { return {_mm512_and_si512(a.x, b.x)}; }
+HVD_QUANT_INLINE U either(U a, U b) { return {_mm512_or_si512(a.x, b.x)}; }
+HVD_QUANT_INLINE U unlike(U a, U b) { return {_mm512_xor_si512(a.x, b.x)}; }
+HVD_QUANT_INLINE U shl(U a, int n) { return {(__m512i)((u32x16)a.x << n)}; }  // the intrinsic wants a literal number
+HVD_QUANT_INLINE U shr(U a, int n) { return {(__m512i)((u32x16)a.x >> n)}; }
+HVD_QUANT_INLINE M positive(U a) { return {_mm512_cmpgt_epi32_mask(a.x, _mm512_setzero_si512())}; }
+HVD_QUANT_INLINE U select(M m, U a, U b) { return {_mm512_mask_blend_epi32(m.m, b.x, a.x)}; }
+HVD_QUANT_INLINE U as_int(F a) { return {_mm512_castps_si512(a.x)}; }
+HVD_QUANT_INLINE F as_float(U a) { return {_mm512_castsi512_ps(a.x)}; }
+HVD_QUANT_INLINE U to_int(F a) { return {_mm512_maskz_cvttps_epi32(0xffff, a.x)}; }
+HVD_QUANT_INLINE F to_float(U a) { return {_mm512_maskz_cvtepi32_ps(0xffff, a.x)}; }
+HVD_QUANT_INLINE void to_bytes(U a, uint8_t* p) {
+  _mm_storeu_si128((__m128i*)p, _mm512_maskz_cvtepi32_epi8(0xffff, a.x));
+}
+HVD_QUANT_INLINE U from_bytes(const uint8_t* p) {
+  return {_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p))};
+}
+HVD_QUANT_INLINE F pick(F table, U index) { return {_mm512_maskz_permutexvar_ps(0xffff, index.x, table.x)}; }
+HVD_QUANT_INLINE U lookup(const void* table, U index) {
+  return {_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), 0xffff, index.x, (const int*)table, 4)};
+}
+HVD_QUANT_INLINE void store(double* p, D x) { _mm512_storeu_pd(p, x.a), _mm512_storeu_pd(p + 8, x.b); }
+HVD_QUANT_INLINE D add(D x, D y) { return {_mm512_add_pd(x.a, y.a), _mm512_add_pd(x.b, y.b)}; }
+HVD_QUANT_INLINE D mul(D x, D y) { return {_mm512_mul_pd(x.a, y.a), _mm512_mul_pd(x.b, y.b)}; }
+HVD_QUANT_INLINE D to_double(F x) {
+  return {_mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x.x, 0)),
+          _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x.x, 1))};
 }
 
 }  // namespace avx512

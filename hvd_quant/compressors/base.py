@@ -36,6 +36,7 @@ class TensorInfo:
         rank: this worker's rank in the process set.
         world: workers in the process set.
         seed: of random codes.
+        phase: 0 where a worker encodes its own gradient, 1 where the owner of a range encodes the mean again.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TensorInfo:
     rank: int = 0
     world: int = 1
     seed: int = 0
+    phase: int = 0
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int], **known: Any) -> TensorInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_quant import wire
-from hvd_quant.compressors.base import Compressor, TensorInfo, is_int
+from hvd_quant.compressors.base import Compressor, TensorInfo
 from hvd_quant.ops import layout
 from hvd_quant.registry import register
 
@@ -35,8 +35,7 @@ class OneBit(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("block_size", "a multiple of 64 from 64 to 1048576",
-                     lambda x: is_int(x) and 64 <= x <= 2**20 and x % 64 == 0)
+        self.require("block_size", layout.BLOCK_SIZES, layout.is_block_size)
         self.require("zeros", "True or False", lambda x: isinstance(x, bool))
 
     @property

@@ -17,7 +17,8 @@ from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
 from hvd_quant.ops.layout import (  # noqa: F401
-    BLOCK, TOPK_BITS, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, topk_levels, units_of)
+    BLOCK, GROUP, TOPK_BITS, UNIT, dynamic_code, fields_body_bytes, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes,
+    topk_levels, units_of)
 
 Array = Any
 
@@ -27,8 +28,8 @@ BF16_MAX = 3.3895313892515355e38
 
 
 def _quiet() -> np.errstate:
-    """NumPy warns where fp32 overflows; here that is expected, and flagged."""
-    return np.errstate(over="ignore", invalid="ignore")
+    """NumPy warns where fp32 overflows; here that is expected, and flagged or replaced."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 # ---------------------------------------------------------------------------------------- pieces that every codec uses
@@ -258,10 +259,19 @@ def _cast_decode(payload: Array, numel: int, dtype: str, codec: str) -> tuple[Ar
     return value, finite
 
 
-# -------------------------------------------------------------------------------------------------------------- onebit
+# -------------------------------------------------------------------------------------------------- onebit and signsgd
 
 def onebit_encode(grad: Array, residual: Array | None, block_size: int, zeros: bool = False) -> Array:
     """One bit an entry and the two means of each block; see :class:`hvd_quant.compressors.OneBit`."""
+    return _signs_encode("onebit", grad, residual, block_size, zeros)
+
+
+def signsgd_encode(grad: Array, residual: Array | None, block_size: int, zeros: bool) -> Array:
+    """One bit an entry and the mean magnitude of each block; see :class:`hvd_quant.compressors.SignSGD`."""
+    return _signs_encode("signsgd", grad, residual, block_size, zeros)
+
+
+def _signs_encode(codec: str, grad: Array, residual: Array | None, block_size: int, zeros: bool) -> Array:
     xp = array_namespace(grad)
     v, finite = accumulate(grad, residual)
     numel = size(v)
@@ -269,15 +279,19 @@ def onebit_encode(grad: Array, residual: Array | None, block_size: int, zeros: b
     real = _rows(xp.ones_like(v, dtype=xp.bool), block_size)
     up = real & ((blocks > 0) if zeros else (blocks >= 0))
     down = blocks < 0
-    levels = xp.stack([_masked_mean(blocks, up), _masked_mean(blocks, down)], axis=1)
-    levels, ok = _finite_levels(levels)
-    decoded = xp.where(up, levels[:, :1], xp.where(down, levels[:, 1:], xp.zeros_like(blocks)))
+    if codec == "onebit":
+        means = [_masked_mean(blocks, up), _masked_mean(blocks, down)]
+    else:
+        means = [_masked_mean(xp.abs(blocks), up | down)]
+    levels, ok = _finite_levels(xp.stack(means, axis=1))
+    lower = levels[:, 1:] if codec == "onebit" else -levels
+    decoded = xp.where(up, levels[:, :1], xp.where(down, lower, xp.zeros_like(blocks)))
     if residual is not None:
         residual[:] = v - xp.reshape(decoded, (-1,))[:numel]
     parts = [xp.reshape(levels, (-1,)), pack_bits(xp.reshape(up, (-1,))[:numel])]
     if zeros:
         parts.append(pack_bits(xp.reshape(up | down, (-1,))[:numel]))
-    return pack("onebit", numel, finite & ok, *parts)
+    return pack(codec, numel, finite & ok, *parts)
 
 
 def _masked_mean(rows: Array, mask: Array) -> Array:
@@ -299,23 +313,250 @@ def onebit_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros:
                       out: Array | None = None, scale: float = 1.0) -> Array:
     """The sum of what :func:`onebit_encode` made, times ``scale``."""
     out = new_vector(numel, payloads[0]) if out is None else out
-    return add_up((_onebit_decode(payload, numel, block_size, zeros) for payload in payloads), out, scale)
+    return add_up((_signs_decode("onebit", payload, numel, block_size, zeros, 2) for payload in payloads), out, scale)
 
 
-def _onebit_decode(payload: Array, numel: int, block_size: int, zeros: bool) -> tuple[Array, bool]:
+def signsgd_decode_sum(payloads: list[Array], numel: int, block_size: int, zeros: bool, *, out: Array | None = None,
+                       scale: float = 1.0) -> Array:
+    """The sum of what :func:`signsgd_encode` made, times ``scale``."""
+    out = new_vector(numel, payloads[0]) if out is None else out
+    return add_up((_signs_decode("signsgd", payload, numel, block_size, zeros, 1) for payload in payloads), out, scale)
+
+
+def _signs_decode(codec: str, payload: Array, numel: int, block_size: int, zeros: bool, nlevels: int) -> tuple[Array, bool]:
     xp = array_namespace(payload)
     nblocks, nbytes = -(-numel // block_size), -(-numel // 8)
-    body, finite = unpack(payload, "onebit", numel, onebit_body_bytes(numel, block_size, zeros))
-    levels = xp.reshape(as_floats(body[:nblocks * 8]), (nblocks, 2))
+    body, finite = unpack(payload, codec, numel, onebit_body_bytes(numel, block_size, zeros, nlevels))
+    levels, bits = xp.reshape(as_floats(body[:4 * nlevels * nblocks]), (nblocks, nlevels)), body[4 * nlevels * nblocks:]
     _require((xp.all(xp.isfinite(levels)), "a level is not finite"))
+    upper, lower = levels[:, 0], levels[:, 1] if nlevels == 2 else -levels[:, 0]
     block = xp.arange(numel, dtype=xp.int64, device=device(body)) // block_size
-    up = unpack_bits(body[nblocks * 8:nblocks * 8 + nbytes], numel)
-    value = xp.where(up, levels[:, 0][block], levels[:, 1][block])
+    up = unpack_bits(bits[:nbytes], numel)
+    value = xp.where(up, upper[block], lower[block])
     if zeros:
-        nonzero = unpack_bits(body[nblocks * 8 + nbytes:], numel)
+        nonzero = unpack_bits(bits[nbytes:], numel)
         _require((~xp.any(up & ~nonzero), "a zero has a sign"))
         value = xp.where(nonzero, value, xp.zeros_like(value))
     return value, finite
+
+
+# ------------------------------------------------------------------ qsgd, terngrad, natural, blockwise8: a few bits an entry
+
+def noise(numel: int, like: Array, stream: int, first: int, step: int, rank: int, phase: int) -> Array:
+    """The random numbers of a range, int64 from 0 up to 2^32: whatever is called when and where, an entry has the same one.
+
+    Arguments:
+        stream: a constant of the seed and the tensor's name; its last 64 bits count.
+        first: the place of the range's first entry in the whole tensor, a multiple of 64.
+        phase: 0 for a worker's own gradient, 1 where an owner encodes a mean again.
+    """
+    xp = array_namespace(like)
+    key = int(stream) % 2**64
+    for word in (step, rank, phase):
+        key = _mix(key ^ int(word) % 2**64)
+    place = xp.arange(first, first + numel, dtype=xp.int64, device=device(like))
+    x = (place & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
+    x = (x ^ (x >> 17)) * 0xED5AD4BB & 0xFFFFFFFF
+    x = (x ^ (x >> 11)) + (key >> 32) + (place >> 32) * 0x9E3779B1 & 0xFFFFFFFF
+    x = x * 0xAC4C1B51 & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x31848BAB & 0xFFFFFFFF
+    return x ^ (x >> 14)
+
+
+def _mix(x: int) -> int:
+    """splitmix64."""
+    x = x + 0x9E3779B97F4A7C15 & 2**64 - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 2**64 - 1
+    return x ^ x >> 31
+
+
+def _uniform(random: Array) -> Array:
+    """:func:`noise` in (0, 1): odd multiples of 2^-24, each as likely, so that a multiple of 2^-23 exceeds its own share."""
+    xp = array_namespace(random)
+    return xp.astype((random >> 8) | 1, xp.float32) * 2.0**-24
+
+
+def qsgd_encode(grad: Array, residual: Array | None, bits: int, norm: str, block_size: int, *draw: int) -> Array:
+    """Each entry at random to one of the two nearest levels; see :class:`hvd_quant.compressors.QSGD`.
+
+    Arguments:
+        draw: what :func:`noise` takes: stream, first, step, rank, phase.
+    """
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    blocks = _rows(v, block_size)
+    if norm == "max":
+        norms = xp.max(xp.abs(blocks), axis=1)
+    else:
+        wide = xp.astype(blocks, xp.float64)
+        with _quiet():
+            norms = xp.astype(xp.sqrt(xp.sum(wide * wide, axis=1)), xp.float32)
+    ok = xp.isfinite(norms)
+    norms = xp.where(ok, norms, xp.zeros_like(norms))
+    return _levels_encode("qsgd", v, finite & xp.all(ok), norms, block_size, bits, _uniform(noise(size(v), v, *draw)), residual)
+
+
+def terngrad_measure(grad: Array, residual: Array | None, clip: float) -> Array:
+    """The largest magnitude of the clipped tensor, fp32[1]; see :class:`hvd_quant.compressors.TernGrad`."""
+    xp = array_namespace(grad)
+    v = accumulate(grad, residual)[0]
+    if not size(v):
+        return xp.zeros(1, dtype=xp.float32, device=device(v))
+    largest = xp.max(xp.abs(v), keepdims=True)
+    if not clip:
+        return largest
+    wide = xp.astype(v, xp.float64)
+    mean = xp.sum(wide, keepdims=True) / size(v)
+    variance = xp.sum(wide * wide, keepdims=True) / size(v) - mean * mean
+    bound = xp.maximum(clip * xp.sqrt(xp.clip(variance, 0.0, None)), xp.abs(mean))
+    return xp.astype(xp.minimum(xp.astype(largest, xp.float64), bound), xp.float32)
+
+
+def terngrad_encode(grad: Array, residual: Array | None, largest: Array, *draw: int) -> Array:
+    """Minus, zero or plus the largest magnitude, at random; ``draw`` as for :func:`qsgd_encode`."""
+    v, finite = accumulate(grad, residual)
+    return _levels_encode("terngrad", v, finite, largest, max(size(v), 1), 2, _uniform(noise(size(v), v, *draw)), residual)
+
+
+def natural_encode(grad: Array, residual: Array | None, *draw: int) -> Array:
+    """Each entry at random to one of the two nearest powers of two; ``draw`` as for :func:`qsgd_encode`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    a, random = xp.clip(xp.abs(v), None, 2.0**64), noise(size(v), v, *draw)
+    # What is added to the mantissa carries into the exponent with the right chance.
+    power = (xp.astype(a.view(xp.int32), xp.int64) + (random >> 9) >> 23) - 64
+    smallest = xp.astype(a * 2.0**62 > _uniform(random), xp.int64)
+    k = xp.where(a >= 2.0**-62, power, smallest)
+    fields = xp.where((v < 0) & (k > 0), k + 128, k)
+    return _fields_finish("natural", v, finite & ~xp.any(xp.abs(v) > 2.0**64), v[:0], fields, _power(fields), 8, residual)
+
+
+def _power(fields: Array) -> Array:
+    """What fields of natural compression stand for."""
+    xp = array_namespace(fields)
+    k = fields & 127
+    bits = xp.where(k > 0, k + 64 << 23, xp.zeros_like(k))
+    value = xp.astype(bits, xp.int32).view(xp.float32)
+    return xp.where(fields > 127, -value, value)
+
+
+def blockwise8_encode(grad: Array, residual: Array | None, code: str, block_size: int) -> Array:
+    """Each entry to the nearest of 256 parts of its block's largest; see :class:`hvd_quant.compressors.Blockwise8`."""
+    xp = array_namespace(grad)
+    v, finite = accumulate(grad, residual)
+    largest = xp.max(xp.abs(_rows(v, block_size)), axis=1)
+    if code == "linear":
+        return _levels_encode("blockwise8", v, finite, largest, block_size, 8, 0.5, residual)
+    scales, inverse = _usable(largest)
+    part = xp.clip(xp.abs(v) * _spread(inverse, size(v), block_size), None, 1.0)
+    values, marks = _dynamic(xp, device(v))
+    k = xp.searchsorted(marks, part)
+    k = xp.where(v < 0, xp.clip(k, None, 127), k)  # there is no -1
+    fields = xp.where(v < 0, -k, k) & 255
+    return _fields_finish("blockwise8", v, finite, scales, fields, values[fields] * _spread(scales, size(v), block_size), 8,
+                          residual)
+
+
+@functools.lru_cache
+def _dynamic(xp: Any, where: Any) -> tuple[Array, Array]:
+    """What the fields of the dynamic code stand for, and the marks half-way between magnitudes."""
+    values = np.array(dynamic_code(), np.float32)
+    return xp.asarray(values, device=where), xp.asarray((values[:128] + values[1:129]) * np.float32(0.5), device=where)
+
+
+def _levels_encode(codec: str, v: Array, finite: Array, largest: Array, block_size: int, bits: int, u: Array | float,
+                   residual: Array | None) -> Array:
+    """Each entry to one of the two nearest multiples of ``largest`` / s, s = 2^(bits - 1) - 1: away from zero where its
+    distance to the smaller, in such steps, is more than ``u``."""
+    xp = array_namespace(v)
+    most = 2 ** (bits - 1) - 1
+    scales, inverse = _usable(largest / most)
+    x = xp.clip(xp.abs(v) * _spread(inverse, size(v), block_size), None, float(most))
+    level = xp.floor(x)
+    level = xp.astype(level, xp.int32) + xp.astype(x - level > u, xp.int32)
+    level = xp.where(v < 0, -level, level)
+    decoded = xp.astype(level, xp.float32) * _spread(scales, size(v), block_size)
+    return _fields_finish(codec, v, finite, scales, level & 2**bits - 1, decoded, bits, residual)
+
+
+def _usable(scales: Array) -> tuple[Array, Array]:
+    """Scales and their inverses, both 0 where the inverse is not finite: of blocks of nothing but zeros, and of such as are
+    below what fp32 holds with all its digits."""
+    xp = array_namespace(scales)
+    with _quiet():
+        inverse = 1.0 / scales
+    ok = xp.isfinite(inverse)
+    return xp.where(ok, scales, xp.zeros_like(scales)), xp.where(ok, inverse, xp.zeros_like(scales))
+
+
+def _spread(scales: Array, numel: int, block_size: int) -> Array:
+    """Each entry's scale."""
+    xp = array_namespace(scales)
+    return scales[xp.arange(numel, dtype=xp.int64, device=device(scales)) // block_size]
+
+
+def _fields_finish(codec: str, v: Array, finite: Array, scales: Array, fields: Array, decoded: Array, bits: int,
+                   residual: Array | None) -> Array:
+    """Update the residual and pack the fields: 64 entries in 8 ``bits`` bytes, each with those that are so far apart."""
+    xp = array_namespace(v)
+    if residual is not None:
+        residual[:] = v - decoded
+    groups = xp.reshape(_rows(xp.astype(fields, xp.uint8), GROUP), (-1, 8 // bits, 8 * bits))
+    return pack(codec, size(v), finite, scales, xp.reshape(xp.sum(groups << _places(xp, bits, v), axis=1, dtype=xp.uint8), (-1,)))
+
+
+def _places(xp: Any, bits: int, like: Array) -> Array:
+    return xp.arange(8 // bits, dtype=xp.uint8, device=device(like))[:, None] * bits
+
+
+def _fields_decode_sum(codec: str, payloads: list[Array], numel: int, bits: int, block_size: int, code: str, out: Array | None,
+                       scale: float) -> Array:
+    out = new_vector(numel, payloads[0]) if out is None else out
+    return add_up((_fields_decode(codec, payload, numel, bits, block_size, code) for payload in payloads), out, scale)
+
+
+def _fields_decode(codec: str, payload: Array, numel: int, bits: int, block_size: int, code: str) -> tuple[Array, bool]:
+    xp = array_namespace(payload)
+    nscales = {"terngrad": 1, "natural": 0}.get(codec, -(-numel // block_size))
+    body, finite = unpack(payload, codec, numel, fields_body_bytes(numel, bits, nscales))
+    scales = as_floats(body[:4 * nscales])
+    groups = xp.reshape(body[4 * nscales:], (-1, 1, 8 * bits)) >> _places(xp, bits, body) & 2**bits - 1
+    fields = xp.astype(xp.reshape(groups, (-1,)), xp.int64)
+    _require((xp.all(xp.isfinite(scales) & (scales.view(xp.int32) >= 0)), "a scale is negative or not finite"))
+    if code != "dynamic":
+        _require((~xp.any(fields == 2 ** (bits - 1)), "a field stands for nothing"))
+    _require((~xp.any(fields[numel:] != 0), "an unused field is not zero"))
+    fields = fields[:numel]
+    if code == "natural":
+        return _power(fields), finite
+    if code == "dynamic":
+        value = _dynamic(xp, device(body))[0][fields]
+    else:
+        value = xp.astype(xp.where(fields < 2 ** (bits - 1), fields, fields - 2**bits), xp.float32)
+    return value * _spread(scales, numel, block_size), finite
+
+
+def qsgd_decode_sum(payloads: list[Array], numel: int, bits: int, block_size: int, *, out: Array | None = None,
+                    scale: float = 1.0) -> Array:
+    """The sum of what :func:`qsgd_encode` made, times ``scale``."""
+    return _fields_decode_sum("qsgd", payloads, numel, bits, block_size, "linear", out, scale)
+
+
+def terngrad_decode_sum(payloads: list[Array], numel: int, *, out: Array | None = None, scale: float = 1.0) -> Array:
+    """The sum of what :func:`terngrad_encode` made, times ``scale``."""
+    return _fields_decode_sum("terngrad", payloads, numel, 2, max(numel, 1), "linear", out, scale)
+
+
+def natural_decode_sum(payloads: list[Array], numel: int, *, out: Array | None = None, scale: float = 1.0) -> Array:
+    """The sum of what :func:`natural_encode` made, times ``scale``."""
+    return _fields_decode_sum("natural", payloads, numel, 8, 1, "natural", out, scale)
+
+
+def blockwise8_decode_sum(payloads: list[Array], numel: int, code: str, block_size: int, *, out: Array | None = None,
+                          scale: float = 1.0) -> Array:
+    """The sum of what :func:`blockwise8_encode` made, times ``scale``."""
+    return _fields_decode_sum("blockwise8", payloads, numel, 8, block_size, code, out, scale)
 
 
 # ---------------------------------------------------------------------------------- sparse: threshold, adaptive, topk

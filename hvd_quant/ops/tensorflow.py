@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvd_quant.ops.generic import APART, EXPONENT, normal
 from hvd_quant.ops.layout import (  # noqa: F401
-    BLOCK, UNIT, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
+    BLOCK, GROUP, UNIT, dynamic_code, fields_body_bytes, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
 
 _spec = importlib.util.find_spec("hvd_quant._tensorflow_ops")
 _BUILD = ("with tensorflow installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in "
@@ -157,6 +157,37 @@ def onebit_encode(grad: tf.Tensor, residual: tf.Variable | None, block_size: int
     return _encode("onebit", grad, residual, block_size=block_size, zeros=zeros)
 
 
+def signsgd_encode(grad: tf.Tensor, residual: tf.Variable | None, block_size: int, zeros: bool) -> tf.Tensor:
+    return _encode("signsgd", grad, residual, block_size=block_size, zeros=zeros)
+
+
+def _encode_at_random(op: str, grad: tf.Tensor | Part, residual: tf.Variable | None, stream: int, first: int, step: Any, rank: Any,
+                      phase: int, **arguments: Any) -> Any:
+    """``first`` is the range's place in the tensor; what the ranges of a vector have in common is the place of the vector."""
+    first -= grad.start if isinstance(grad, Part) else 0
+    return _encode(op, grad, residual, stream=stream, first=first, step=step, rank=rank, phase=phase, **arguments)
+
+
+def qsgd_encode(grad: tf.Tensor, residual: tf.Variable | None, bits: int, norm: str, block_size: int, *draw: Any) -> tf.Tensor:
+    return _encode_at_random("qsgd", grad, residual, *draw, bits=bits, norm=norm, block_size=block_size)
+
+
+def terngrad_measure(grad: tf.Tensor, residual: tf.Variable | None, clip: float) -> tf.Tensor:
+    return _measure("hvd_quant_terngrad_measure", grad, residual, clip=clip)
+
+
+def terngrad_encode(grad: tf.Tensor, residual: tf.Variable | None, largest: tf.Tensor, *draw: Any) -> tf.Tensor:
+    return _encode_at_random("terngrad", grad, residual, *draw, largest=largest)
+
+
+def natural_encode(grad: tf.Tensor, residual: tf.Variable | None, *draw: Any) -> tf.Tensor:
+    return _encode_at_random("natural", grad, residual, *draw)
+
+
+def blockwise8_encode(grad: tf.Tensor, residual: tf.Variable | None, code: str, block_size: int) -> tf.Tensor:
+    return _encode("blockwise8", grad, residual, code=code, block_size=block_size)
+
+
 def threshold_encode(grad: tf.Tensor, residual: tf.Variable | None, tau: float, slots: int, step: Any) -> tf.Tensor:
     return _encode("threshold", grad, residual, tau=tau, slots=slots, step=step)
 
@@ -256,6 +287,31 @@ def undo_parts(asked: list[Asked], flags: tf.Tensor, payload: tf.Tensor) -> tf.O
 def onebit_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, block_size: int, zeros: bool = False, *,
                       out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
     return _sum("onebit", payloads, numel, out, scale, block_size=block_size, zeros=zeros)
+
+
+def signsgd_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, block_size: int, zeros: bool, *,
+                       out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
+    return _sum("signsgd", payloads, numel, out, scale, block_size=block_size, zeros=zeros)
+
+
+def qsgd_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, bits: int, block_size: int, *, out: tf.Tensor | None = None,
+                    scale: Any = 1.0) -> tf.Tensor:
+    return _sum("qsgd", payloads, numel, out, scale, bits=bits, block_size=block_size)
+
+
+def terngrad_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, *, out: tf.Tensor | None = None,
+                        scale: Any = 1.0) -> tf.Tensor:
+    return _sum("terngrad", payloads, numel, out, scale)
+
+
+def natural_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, *, out: tf.Tensor | None = None,
+                       scale: Any = 1.0) -> tf.Tensor:
+    return _sum("natural", payloads, numel, out, scale)
+
+
+def blockwise8_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, code: str, block_size: int, *,
+                          out: tf.Tensor | None = None, scale: Any = 1.0) -> tf.Tensor:
+    return _sum("blockwise8", payloads, numel, out, scale, code=code, block_size=block_size)
 
 
 def threshold_decode_sum(payloads: Payloads | list[tf.Tensor], numel: int, slots: int, *, out: tf.Tensor | None = None,

@@ -15,10 +15,10 @@ import torch
 from hvd_quant import wire
 from hvd_quant.ops import generic
 from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor finds the same names on every backend
-    BLOCK, UNIT, accumulate, add_up, as_floats, clip_norm, copied, copy, divide, divide_to_half, draw, exact_factors,
-    model_threshold, new_vector, normal, onebit_body_bytes, orthonormal, pack, pack_bits, powersgd_decode, powersgd_left,
-    powersgd_matrix, powersgd_right, powersgd_start, randomk_decode, randomk_encode, restore, sample, sample_size, slots_for,
-    sparse_body_bytes, strata, units_of, unpack, unpack_bits, widen, without_flags, zero_where)
+    BLOCK, GROUP, UNIT, accumulate, add_up, as_floats, clip_norm, copied, copy, divide, divide_to_half, draw, dynamic_code,
+    exact_factors, fields_body_bytes, model_threshold, new_vector, noise, normal, onebit_body_bytes, orthonormal, pack, pack_bits,
+    powersgd_decode, powersgd_left, powersgd_matrix, powersgd_right, powersgd_start, randomk_decode, randomk_encode, restore,
+    sample, sample_size, slots_for, sparse_body_bytes, strata, units_of, unpack, unpack_bits, widen, without_flags, zero_where)
 
 Tensor = torch.Tensor
 
@@ -69,6 +69,17 @@ def _decoder(op: Callable[..., str], reference: Callable[..., Tensor]) -> Callab
 
 onebit_encode = _for_cpu(_native.onebit_encode, generic.onebit_encode)
 onebit_decode_sum = _decoder(_native.onebit_decode_sum, generic.onebit_decode_sum)
+signsgd_encode = _for_cpu(_native.signsgd_encode, generic.signsgd_encode)
+signsgd_decode_sum = _decoder(_native.signsgd_decode_sum, generic.signsgd_decode_sum)
+qsgd_encode = _for_cpu(_native.qsgd_encode, generic.qsgd_encode)
+qsgd_decode_sum = _decoder(_native.qsgd_decode_sum, generic.qsgd_decode_sum)
+terngrad_measure = _for_cpu(_native.terngrad_measure, generic.terngrad_measure)
+terngrad_encode = _for_cpu(_native.terngrad_encode, generic.terngrad_encode)
+terngrad_decode_sum = _decoder(_native.terngrad_decode_sum, generic.terngrad_decode_sum)
+natural_encode = _for_cpu(_native.natural_encode, generic.natural_encode)
+natural_decode_sum = _decoder(_native.natural_decode_sum, generic.natural_decode_sum)
+blockwise8_encode = _for_cpu(_native.blockwise8_encode, generic.blockwise8_encode)
+blockwise8_decode_sum = _decoder(_native.blockwise8_decode_sum, generic.blockwise8_decode_sum)
 threshold_encode = _for_cpu(_native.threshold_encode, generic.threshold_encode)
 threshold_decode_sum = _decoder(_native.threshold_decode_sum, generic.threshold_decode_sum)
 adaptive_measure = _for_cpu(_native.adaptive_measure, generic.adaptive_measure)

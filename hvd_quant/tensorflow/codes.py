@@ -56,7 +56,7 @@ class Traced:
         """Encode the mean of all workers' payloads of one range; and what is sent, which after an error is a failure payload."""
         asked = self._compressor.decode_mean(ops, ops.Part(payloads, 0, info.numel), info)
         decoded = ops.decode_as_owner(asked, info.numel, info.rank)
-        encoded = self.encode(decoded.sum, state, info, [info.range])
+        encoded = self.encode(decoded.sum, state, info.at(phase=1), [info.range])
         return encoded, ops.instead(encoded.payload, decoded.failure)
 
     def undo(self, encoded: Encoded, flags: tf.Tensor) -> Any:
@@ -119,7 +119,7 @@ class Hosted:
                     if self._header_flags(payload, at) & wire.FAILED:
                         return [wire.failure(name, at.numel, *wire.failure_of(payload)), *nothing]
                 mean = np.asarray(self._compressor.decode_mean(generic, each, at), np.float32)
-                (payload,) = self._payloads(mean, arrays, at, [at.range])
+                (payload,) = self._payloads(mean, arrays, at.at(phase=1), [at.range])
                 return [payload, payload, mean]
             except Exception as error:
                 return [self._failure(at, error), *nothing]

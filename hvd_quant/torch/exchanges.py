@@ -206,8 +206,8 @@ class Cargo:
             payloads = [payload for payload, _ in arrived]
             mean = self.compressor.decode_mean(ops, payloads, info, ops.new_vector(info.numel, payloads[0]))
             state = self.slot.owner_state
-            params = self.compressor.measure(ops, mean, state, info)
-            return self._encode(mean, state, params, info)
+            params = self.compressor.measure(ops, mean, state, info.at(phase=1))
+            return self._encode(mean, state, params, info.at(phase=1))
         except Exception as error:
             self.error = error
             return self._failure(info.numel, self.info.rank, str(error) if isinstance(error, wire.PayloadError) else

@@ -108,7 +108,7 @@ class Simulation:
                 rank = self.cuts[name].index((a, b))
                 kept = {key.removeprefix("owner."): v for key, v in self.states[rank][name].items() if key.startswith("owner.")}
                 params = self.compressor.measure(self.ops, part, kept, at)
-                payload = self.compressor.encode(self.ops, part, kept, params, dataclasses.replace(at, rank=rank))
+                payload = self.compressor.encode(self.ops, part, kept, params, dataclasses.replace(at, rank=rank, phase=1))
                 part = self.compressor.decode_sum(self.ops, [payload], at)
             mean[a:b] = self.numpy(part)
         return mean.reshape(info.shape)

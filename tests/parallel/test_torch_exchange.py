@@ -104,11 +104,12 @@ def test_sra_is_what_the_specification_says_and_loses_nothing(compressor, op):
         for rank, (a, b) in enumerate(ranges(info.numel, compressor.range_multiple, WORLD, index)):
             if a < b:
                 part = info.part(a, b)
-                payloads = [compressor.encode(ops, flats[r][a:b], {k: v[a:b] for k, v in kept[r].items()}, params[r], part)
-                            for r in range(WORLD)]
+                payloads = [compressor.encode(ops, flats[r][a:b], {k: v[a:b] for k, v in kept[r].items()}, params[r],
+                                              part.at(rank=r)) for r in range(WORLD)]
                 reduced = compressor.decode_mean(ops, payloads, part)
                 owner = state_of((name, rank, "owner"), compressor.state_shapes(part, role="owner"))
-                again = compressor.encode(ops, reduced, owner, compressor.measure(ops, reduced, owner, part), part)
+                again = compressor.encode(ops, reduced, owner, compressor.measure(ops, reduced, owner, part),
+                                          part.at(rank=rank, phase=1))
                 compressor.decode_sum(ops, [again], part, mean[a:b])
         return mean
 

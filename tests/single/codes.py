@@ -14,64 +14,83 @@ EXTREMES = [0, 1, 0xFF, 0x7F800000, 0xFFFFFFFF, 0x80000000, 0x7FC00000, 0x010101
 _DTYPES = {"none": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
+_SPARSE = ("threshold", "adaptive", "topk")
+_SIGNS = ("onebit", "signsgd")
+
+
 class Codec:
     """One code with its settings."""
 
-    def __init__(self, name, ratio=0.02, tau=2.0, block_size=256, zeros=False, values="float32"):
+    def __init__(self, name, ratio=0.02, tau=2.0, block_size=256, zeros=False, values="float32", bits=4, norm="max", clip=2.5,
+                 code="dynamic"):
         self.name, self.ratio, self.tau = name, ratio, tau
         self.block_size, self.zeros, self.values = block_size, zeros, values
+        self.bits, self.norm, self.clip, self.code = bits, norm, clip, code
+        self.sparse, self.at_random = name in _SPARSE, name in ("qsgd", "terngrad", "natural")
 
     def __repr__(self):
-        if self.name in _DTYPES:
-            return self.name
-        return f"{self.name}-{self.block_size}{'-zeros' * self.zeros}" if self.name == "onebit" else (
-            f"{self.name}-{self.ratio}-{self.values}")
+        settings = {"onebit": [self.block_size, "zeros" * self.zeros], "signsgd": [self.block_size, "zeros" * self.zeros],
+                    "qsgd": [self.bits, self.norm, self.block_size], "terngrad": [self.clip],
+                    "blockwise8": [self.code, self.block_size], **dict.fromkeys(_SPARSE, [self.ratio, self.values])}
+        return "-".join(map(str, filter(bool, [self.name, *settings.get(self.name, [])])))
 
-    def encode(self, backend, grad, residual, step=3):
-        slots = layout.slots_for(self.ratio, grad.shape[0])
+    def measure(self, backend, grad, residual, step=3):
+        """What is decided for a whole tensor."""
+        if self.name in ("adaptive", "topk"):
+            return getattr(backend, f"{self.name}_measure")(grad, residual, self.ratio, step)
+        return backend.terngrad_measure(grad, residual, self.clip) if self.name == "terngrad" else None
+
+    def encode(self, backend, grad, residual, step=3, first=0, numel=None, measured=None):
+        """The payload of a range that begins at ``first`` and has ``numel`` entries, all of ``grad`` where None."""
+        measured = self.measure(backend, grad, residual, step) if measured is None else measured
+        slots, draw = layout.slots_for(self.ratio, grad.shape[0] if numel is None else numel), (-77, first, step, 1, 0)
+        settings = {
+            "onebit": (self.block_size, self.zeros), "signsgd": (self.block_size, self.zeros),
+            "qsgd": (self.bits, self.norm, self.block_size, *draw), "terngrad": (measured, *draw), "natural": draw,
+            "blockwise8": (self.code, self.block_size), "threshold": (self.tau, slots, step), "adaptive": (measured, slots, step),
+            "topk": (measured, slots, self.values, step)}
         if self.name in _DTYPES:
             return backend.cast_encode(grad, _DTYPES[self.name], self.name)
-        if self.name == "onebit":
-            return backend.onebit_encode(grad, residual, self.block_size, self.zeros)
-        if self.name == "threshold":
-            return backend.threshold_encode(grad, residual, self.tau, slots, step)
-        if self.name == "adaptive":
-            thresholds = backend.adaptive_measure(grad, residual, self.ratio, step)
-            return backend.adaptive_encode(grad, residual, thresholds, slots, step)
-        thresholds = backend.topk_measure(grad, residual, self.ratio, step)
-        return backend.topk_encode(grad, residual, thresholds, slots, self.values, step)
+        return getattr(backend, f"{self.name}_encode")(grad, residual, *settings[self.name])
 
     def decode_sum(self, backend, payloads, numel, out=None, scale=1.0):
         slots = layout.slots_for(self.ratio, numel)
+        settings = {
+            "onebit": (self.block_size, self.zeros), "signsgd": (self.block_size, self.zeros), "qsgd": (self.bits, self.block_size),
+            "blockwise8": (self.code, self.block_size), "threshold": (slots,), "adaptive": (slots,), "topk": (slots, self.values)}
         if self.name in _DTYPES:
             return backend.cast_decode_sum(payloads, numel, _DTYPES[self.name], self.name, out=out, scale=scale)
-        if self.name == "onebit":
-            return backend.onebit_decode_sum(payloads, numel, self.block_size, self.zeros, out=out, scale=scale)
-        if self.name == "topk":
-            return backend.topk_decode_sum(payloads, numel, slots, self.values, out=out, scale=scale)
-        return getattr(backend, f"{self.name}_decode_sum")(payloads, numel, slots, out=out, scale=scale)
+        return getattr(backend, f"{self.name}_decode_sum")(payloads, numel, *settings.get(self.name, ()), out=out, scale=scale)
 
     def levels(self, numel):
         """The bytes of a payload that hold levels computed as means."""
-        if self.name == "onebit":
-            return slice(32, 32 + 8 * -(-numel // self.block_size))
+        if self.name in _SIGNS:
+            return slice(32, 32 + (8 if self.name == "onebit" else 4) * -(-numel // self.block_size))
         pairs = layout.topk_levels(numel, self.values) if self.name == "topk" else (self.name == "adaptive") * layout.units_of(numel)
         return slice(40, 40 + 8 * pairs) if pairs else slice(0, 0)
 
 
+DENSE = [
+    Codec("signsgd"), Codec("signsgd", zeros=True, block_size=2048), Codec("qsgd"), Codec("qsgd", bits=2, block_size=64),
+    Codec("qsgd", bits=8, norm="l2", block_size=512), Codec("terngrad"), Codec("terngrad", clip=0), Codec("natural"),
+    Codec("blockwise8"), Codec("blockwise8", code="linear", block_size=2048),
+]
 CODECS = [
     Codec("onebit"), Codec("onebit", block_size=2048), Codec("onebit", zeros=True), Codec("onebit", block_size=64),
     Codec("threshold"), Codec("threshold", tau=0.5),  # the second has more candidates than slots
     Codec("adaptive"), Codec("adaptive", ratio=0.4),
     Codec("topk"), Codec("topk", values="float16"), Codec("topk", ratio=1.0),
     Codec("topk", values="sign"), Codec("topk", values="tensor_sign"),
-    Codec("topk", values="2bit"), Codec("topk", ratio=1.0, values="2bit"),
+    Codec("topk", values="2bit"), Codec("topk", ratio=1.0, values="2bit"), *DENSE,
 ]
 CASTS = [Codec("none"), Codec("fp16"), Codec("bf16")]
 FUZZED = [  # with unused slots and more than one block
     Codec("onebit", block_size=128), Codec("onebit", block_size=128, zeros=True),
     Codec("threshold", ratio=0.1), Codec("adaptive", ratio=0.1), Codec("topk", ratio=0.1),
-    *(Codec("topk", ratio=0.1, values=values) for values in ("float16", "sign", "tensor_sign", "2bit")), *CASTS,
+    *(Codec("topk", ratio=0.1, values=values) for values in ("float16", "sign", "tensor_sign", "2bit")),
+    *CASTS,
+    Codec("signsgd", block_size=128, zeros=True), Codec("qsgd", block_size=128), Codec("qsgd", bits=2), Codec("terngrad"),
+    Codec("natural"), Codec("blockwise8"), Codec("blockwise8", code="linear"),
 ]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hvd_quant import TensorInfo, exchange, get_compressor, wire
-from hvd_quant.ops import generic
-from tests.conftest import CODECS
+from hvd_quant.ops import generic, layout
+from tests.conftest import CODECS, ERROR_FEEDBACK
 
 BACKENDS = {"generic": (generic, np.array)}
 try:
@@ -195,6 +195,54 @@ def test_without_memory_the_first_step_is_the_same_and_nothing_is_kept(compresso
     np.testing.assert_array_equal(worker.decode(worker.encode(g)), keeping.decode(keeping.encode(g)))
     worker.info = dataclasses.replace(worker.info, step=0)
     np.testing.assert_array_equal(worker.decode(worker.encode(g)), worker.decode(Worker(forgetful, backend, 5000).encode(g)))
+
+
+@pytest.mark.parametrize("spec", ["signsgd", "onebit:zeros=true", "qsgd", "terngrad", "natural", "blockwise8",
+                                  "blockwise8:code=linear"])
+def test_a_zero_stays_zero(backend, spec):
+    worker = Worker(get_compressor(spec), backend, 5000)
+    zero = np.arange(5000) % 3 == 0
+    for step in range(3):
+        assert (worker.decode(worker.encode(np.where(zero, np.float32(0), normal(5000, step))))[zero] == 0).all()
+
+
+@pytest.mark.parametrize("spec, least", [
+    ("signsgd:zeros=false", 31), ("signsgd", 15), ("qsgd:bits=2", 15), ("qsgd", 7.8), ("qsgd:bits=8", 3.9), ("terngrad", 15.9),
+    ("natural", 3.9), ("blockwise8", 3.9)])
+def test_sizes(spec, least):
+    assert 4 * 2**20 / get_compressor(spec).payload_bytes(info(2**20)) > least
+
+
+def test_signs_decode_to_the_mean_magnitude(backend):
+    g = normal(3000)
+    g[::2] = 0
+    for spec, counted in (("signsgd", g != 0), ("signsgd:zeros=false", g == g)):
+        worker = Worker(get_compressor(spec), backend, 3000)
+        decoded = worker.decode(worker.encode(g))
+        for a, b in ((0, 2048), (2048, 3000)):
+            mean = abs(g[a:b][counted[a:b]]).mean(dtype=np.float64)
+            np.testing.assert_allclose(decoded[a:b], mean * np.where(g < 0, -1, np.where(counted, 1, 0))[a:b], rtol=1e-6)
+
+
+def test_the_dynamic_code():
+    code = np.array(layout.dynamic_code())
+    assert code[0] == 0 and code[128] == 1 and (np.diff(code[:129]) > 0).all() and len(set(code)) == 256
+    np.testing.assert_array_equal(code[:128:-1], -code[1:128])
+    for i in range(7):  # each decade has twice the values of the one below, evenly spaced, in the middle of its steps
+        decade = code[2**i:2**(i + 1)]
+        assert 10.0 ** (i - 7) < decade[0] and decade[-1] < 10.0 ** (i - 6)
+        np.testing.assert_allclose(decade, 10.0 ** (i - 6) * (0.1 + 0.9 * (np.arange(2**i) + 0.5) / 2**i), rtol=1e-12)
+
+
+def test_blocks_of_eight_bits_are_rounded_to_nearest(backend):
+    g = normal(5000) * np.float32(10) ** np.random.default_rng(1).integers(-6, 1, 5000).astype(np.float32)
+    for code, values in (("linear", np.arange(-127, 128) / 127), ("dynamic", np.array(sorted(layout.dynamic_code())))):
+        worker = Worker(get_compressor(f"blockwise8:code={code},memory=none"), backend, 5000)
+        decoded = worker.decode(worker.encode(g))
+        for a in range(0, 5000, 2048):
+            block, largest = g[a:a + 2048].astype(np.float64), float(abs(g[a:a + 2048]).max())
+            nearest = abs(block[:, None] / largest - values).min(1)
+            assert (abs(block - decoded[a:a + 2048]) <= (nearest * (1 + 1e-6) + 2e-7 * abs(block / largest)) * largest).all()
 
 
 @every(CODECS)

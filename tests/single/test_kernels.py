@@ -50,6 +50,30 @@ def test_same_as_generic(codec, kind):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.at_random], ids=repr)
+def test_beyond_the_entry_2_to_the_32(codec):
+    """Places in the whole tensor count, of which a kernel hashes the upper bits apart."""
+    for first in (2**32 - 256, 5 * 2**32 - 256):
+        grad = normal(700)
+        expected, found = (codec.encode(backend, grad, None, first=first) for backend in (generic, ops))
+        assert torch.equal(found, expected)
+    assert not torch.equal(found, codec.encode(ops, grad, None, first=2**32 - 256))
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.name == "blockwise8"], ids=repr)
+def test_values_at_and_beside_every_mark(codec):
+    """Half-way between all neighbouring values of a code, and an ulp to either side."""
+    codec = Codec("blockwise8", code=codec.code, block_size=2048)
+    values = torch.tensor(sorted(generic.dynamic_code()) if codec.code == "dynamic" else [k / 127 for k in range(-127, 128)])
+    marks = (values[1:] + values[:-1]) * 0.5
+    up, down = torch.full_like(marks, 2.0), torch.full_like(marks, -2.0)
+    grad = torch.cat([torch.ones(1), values, marks, torch.nextafter(marks, up), torch.nextafter(marks, down)])
+    payload = assert_same(codec, grad, torch.zeros_like(grad))
+    decoded = codec.decode_sum(ops, [payload], grad.numel())
+    nearest = (grad[:, None] - values).abs().min(1).values
+    assert ((grad - decoded).abs() <= nearest * (1 + 1e-6) + 1e-7).all()
+
+
 @each_codec
 def test_a_large_tensor(codec):
     numel = 2**20 + 77  # from here on decoders write past the caches
@@ -86,7 +110,7 @@ def test_nothing_is_lost(codec, numel):
     torch.testing.assert_close(sent + residual, given, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.name != "onebit" and c.ratio < 0.4], ids=repr)
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.sparse and c.ratio < 0.4], ids=repr)
 @pytest.mark.parametrize("numel", [3000, 16400, 50000])
 def test_no_place_is_starved(codec, numel):
     """Under a constant gradient everything is a candidate; which entries get the slots moves with the step."""
@@ -200,6 +224,9 @@ def test_reasons_that_are_not_utf8(reason):
     assert errors[0] == errors[1]
 
 
+DRAW = (0, 0, 0, 0, 0)
+
+
 @pytest.mark.parametrize("call, message", [
     (lambda g, e: ops.onebit_encode(g.double(), e, 64), "grad is Double, expected Float"),
     (lambda g, e: ops.onebit_encode(g.view(2, -1), e, 64), r"grad has 2 dimensions, expected a flat vector"),
@@ -207,6 +234,15 @@ def test_reasons_that_are_not_utf8(reason):
     (lambda g, e: ops.onebit_encode(g, e[1:], 64), "residual has 99 entries, expected as many as grad: 100"),
     (lambda g, e: ops.onebit_encode(g, e.half(), 64), "residual is Half, expected Float"),
     (lambda g, e: ops.onebit_encode(g, e, 100), "block_size is 100, expected a positive multiple of 64"),
+    (lambda g, e: ops.signsgd_encode(g, e, 100, True), "block_size is 100, expected a positive multiple of 64"),
+    (lambda g, e: ops.qsgd_encode(g, e, 3, "max", 64, *DRAW), "bits is 3, expected 2, 4 or 8"),
+    (lambda g, e: ops.qsgd_encode(g, e, 4, "l1", 64, *DRAW), "norm is l1, expected max or l2"),
+    (lambda g, e: ops.qsgd_encode(g, e, 4, "max", 32, *DRAW), "block_size is 32, expected a positive multiple of 64"),
+    (lambda g, e: ops.natural_encode(g, e, 0, 65, 0, 0, 0), "first is 65, expected a multiple of 64"),
+    (lambda g, e: ops.terngrad_measure(g, e, -1.0), "clip is -1, expected a number of standard deviations, 0 for none"),
+    (lambda g, e: ops.terngrad_encode(g, e, g, *DRAW), "largest has 100 entries, expected 1"),
+    (lambda g, e: ops.terngrad_encode(g, e, torch.tensor([-1.0]), *DRAW), "largest is -1, expected a finite number of at least 0"),
+    (lambda g, e: ops.blockwise8_encode(g, e, "log", 64), "code is log, expected linear or dynamic"),
     (lambda g, e: ops.threshold_encode(g, e, 0.0, 8, 0), "tau is 0, expected a positive number"),
     (lambda g, e: ops.threshold_encode(g, e, 1.0, 12, 0), "slots is 12, expected a positive multiple of 8"),
     (lambda g, e: ops.topk_encode(g, e, torch.ones(2), 8, "float32", 0), r"thresholds is \(1, 1\), expected a positive and"),

@@ -11,7 +11,8 @@ import hvd_quant
 from hvd_quant import Compression, Compressor, get_compressor, list_compressors, register, registry
 from tests.conftest import CODECS
 
-BUILT_IN = ["adaptive", "bf16", "fp16", "none", "onebit", "powersgd", "randomk", "threshold", "topk"]
+BUILT_IN = ["adaptive", "bf16", "blockwise8", "fp16", "natural", "none", "onebit", "powersgd", "qsgd", "randomk", "signsgd",
+            "terngrad", "threshold", "topk"]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_spec_gives_the_compressor_back(compressor):
 def test_every_knob_survives_its_spec():
     other = {"exchange": "allgather", "memory": "none", "warmup": 3, "min_numel": 7, "tau": 0.25, "capacity": 0.5,
              "block_size": 64, "zeros": True, "ratio": 0.125, "values": "sign", "mean": "tensor", "scope": "model", "schedule": "dgc",
-             "schedule_steps": 5, "rank": 3, "seed": 5}
+             "schedule_steps": 5, "rank": 3, "bits": 2, "norm": "l2", "clip": 1.5, "code": "linear", "seed": -9}
     for name in BUILT_IN:
         cls = registry.compressor_class(name)
         knobs = {f.name: other[f.name] for f in dataclasses.fields(cls) if f.name in other}
@@ -75,6 +76,14 @@ def test_ready_made_and_classes():
     ("onebit:block_size=1.5", ValueError, "onebit: block_size=1.5 is not a whole number"),
     ("onebit:zeros=2", ValueError, "onebit: zeros=2 is not accepted; give true or false"),
     ("onebit:exchange=allreduce", ValueError, "onebit: exchange='allreduce' is not accepted; give 'auto' or 'allgather'"),
+    ("qsgd:bits=3", ValueError, "qsgd: bits=3 is not accepted; give 2, 4 or 8"),
+    ("qsgd:norm=l1", ValueError, "qsgd: norm='l1' is not accepted; give 'max' or 'l2'"),
+    ("qsgd:block_size=32", ValueError, "qsgd: block_size=32 is not accepted; give a multiple of 64"),
+    ("qsgd:seed=0.5", ValueError, "qsgd: seed=0.5 is not a whole number"),
+    ("terngrad:clip=-1", ValueError, "terngrad: clip=-1.0 is not accepted; give a number of standard deviations, 0 for none"),
+    ("terngrad:clip=inf", ValueError, "terngrad: clip=inf is not accepted"),
+    ("blockwise8:code=log", ValueError, "blockwise8: code='log' is not accepted; give 'dynamic' or 'linear'"),
+    ("signsgd:zeros=2", ValueError, "signsgd: zeros=2 is not accepted; give true or false"),
     ("threshold", ValueError, "threshold needs tau: write threshold:tau=VALUE"),
     ("threshold:tau=inf", ValueError, "threshold: tau=inf is not accepted; give a finite number above 0"),
     ("threshold:tau=-1", ValueError, "threshold: tau=-1.0 is not accepted"),

@@ -182,24 +182,12 @@ CUTS = [(16_384, 20_000), (2048, 2048), (0, 2048), (2048, 16_384)]  # of 20,000 
 def test_ranges_are_encoded_as_each_by_itself(codec):
     numel, residual = 20_000, None if codec in CASTS else variable(normal(20_000, 1, 0.3))
     grad, expected = normal(numel), None if residual is None else residual.numpy()
-    cuts, thresholds = CUTS, None
-    if codec.name in ("adaptive", "topk"):
-        thresholds = getattr(ops, f"{codec.name}_measure")(grad, residual, codec.ratio, 3)
-
-    def encode(backend, part, kept, tau):
-        if codec.name not in ("adaptive", "topk"):
-            return codec.encode(backend, part, kept)
-        size = part.stop - part.start if isinstance(part, ops.Part) else len(part)
-        more = (codec.values,) if codec.name == "topk" else ()
-        return getattr(backend, f"{codec.name}_encode")(part, kept, tau, slots_for(codec.ratio, size), *more, 3)
-
-    class Sized(ops.Part):  # for Codec, which goes by the length of what it gets
-        shape = property(lambda self: (self.stop - self.start,))
+    cuts, measured = CUTS, codec.measure(ops, grad, residual)
 
     def parts(whole):
-        return [Sized(whole, *cut) for cut in cuts]
+        return [ops.Part(whole, *cut) for cut in cuts]
 
-    asked = [encode(ops, part, residual, thresholds) for part in parts(tf.constant(grad))]
+    asked = [codec.encode(ops, part, residual, 3, part.start, part.stop - part.start, measured) for part in parts(tf.constant(grad))]
     encoded = ops.encode_parts(asked)
     payloads, at = [], 0
     for (first, last), size in zip(cuts, encoded.sizes.numpy()):
@@ -209,8 +197,8 @@ def test_ranges_are_encoded_as_each_by_itself(codec):
         payloads.append(encoded.payload[at:at + size].numpy())
         at += size
         kept = None if expected is None else expected[first:last]
-        tau = None if thresholds is None else thresholds.numpy()
-        assert_same_payload(codec, last - first, payloads[-1], encode(generic, grad[first:last], kept, tau))
+        of_range = codec.encode(generic, grad[first:last], kept, 3, first, measured=None if measured is None else measured.numpy())
+        assert_same_payload(codec, last - first, payloads[-1], of_range)
     assert at == encoded.payload.shape[0]
     if residual is not None:
         assert_same_residual(codec, numel, residual, expected)
@@ -539,7 +527,7 @@ def test_flags():
         assert ops.flags(payloads, codec, numel) == ops.DAMAGED
 
 
-G, E = normal(100), variable(zeros(100))
+G, E, DRAW = normal(100), variable(zeros(100)), (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("call, message", [
@@ -550,6 +538,15 @@ G, E = normal(100), variable(zeros(100))
     (lambda: ops.onebit_encode(G, variable(np.zeros(100, np.float16)), 64), "residual is half, expected float"),
     (lambda: ops.onebit_encode(G, variable(zeros(100).reshape(2, -1)), 64), "residual has 2 dimensions"),
     (lambda: ops.onebit_encode(G, E, 100), "block_size is 100, expected a positive multiple of 64"),
+    (lambda: ops.signsgd_encode(G, E, 100, True), "block_size is 100, expected a positive multiple of 64"),
+    (lambda: ops.qsgd_encode(G, E, 3, "max", 64, *DRAW), "bits is 3, expected 2, 4 or 8"),
+    (lambda: ops.qsgd_encode(G, E, 4, "l1", 64, *DRAW), "norm is l1, expected max or l2"),
+    (lambda: ops.natural_encode(G, E, 0, 65, 0, 0, 0), "first is 65, expected a multiple of 64"),
+    (lambda: ops.natural_encode(G, E, 0, 0, [0], 0, 0), r"step has shape \[1\], expected a scalar"),
+    (lambda: ops.terngrad_measure(G, E, -1.0), "clip is -1, expected a number of standard deviations, 0 for none"),
+    (lambda: ops.terngrad_encode(G, E, G, *DRAW), "largest has 100 entries, expected 1"),
+    (lambda: ops.terngrad_encode(G, E, [-1.0], *DRAW), "largest is -1, expected a finite number of at least 0"),
+    (lambda: ops.blockwise8_encode(G, E, "log", 64), "code is log, expected linear or dynamic"),
     (lambda: ops.threshold_encode(G, E, 0.0, 8, 0), "tau is 0, expected a positive number that fp32 holds"),
     (lambda: ops.threshold_encode(G, E, 1.0, 0, 0), "slots is 0, expected a positive multiple of 8"),
     (lambda: ops.threshold_encode(G, E, 1.0, 8, [0]), r"step has shape \[1\], expected a scalar"),
