@@ -114,7 +114,7 @@ class Reducer(tf.Module):
 
     def _decided(self, reduced: dict[Slot, Gradient]) -> list[Any]:
         """What compressors decide for several tensors together, once these are reduced."""
-        slots = [slot for slot in reduced if slot.compressor.across_tensors and slot.worker_state and not slot.sparse]
+        slots = [slot for slot in reduced if slot.travels.across_tensors and slot.worker_state and not slot.sparse]
         decided = []
         for compressor, alike in by(slots, lambda slot: slot.compressor).items():
             with tf.control_dependencies([reduced[slot] for slot in alike]):

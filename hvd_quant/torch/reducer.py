@@ -204,7 +204,8 @@ class Reducer:
         flights = [flight for bucket in planned for flight in bucket.flights]
         self._forget()
         self.complete(flights)
-        self._decide_together([one.slot for flight in flights if flight.kind != "dense" for one in flight.cargo])
+        self._decide_together([one.slot for flight in flights if flight.kind != "dense" for one in flight.cargo
+                               if one.compressor.across_tensors])
         if flights and not self._settled:
             self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo})
         if self._grown:
@@ -213,7 +214,6 @@ class Reducer:
 
     def _decide_together(self, slots: list[Slot]) -> None:
         """What compressors decide for the tensors that have travelled in a step together; those on one device."""
-        slots = [slot for slot in slots if slot.compressor.across_tensors]
         for (compressor, _), alike in _by(slots, lambda slot: (slot.compressor, slot.parameter.device)).items():
             compressor.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
