@@ -194,8 +194,6 @@ class Averaged(Averaging):
         variables = [variable for _, variable in grads_and_vars]
         with tf.init_scope():
             make_variables(self, variables)
-        if self._hvd_averager is None:
-            self._hvd_build(variables)
         self._hvd_averager.begin()
         result = super().apply_gradients(grads_and_vars, *args, **kwargs)
         self._hvd_averager.count()
@@ -208,6 +206,11 @@ class AveragedNew(Averaged, DistributedNew):
 
 class AveragedOld(Averaged, DistributedOld):
     """For ``tf_keras.optimizers.legacy.Optimizer``."""
+
+    def _create_all_weights(self, var_list: Iterable[Any]) -> None:
+        super()._create_all_weights(var_list)
+        if self._hvd_averager is None:
+            self._hvd_build(var_list)
 
 
 class _CallableList(list):

@@ -57,6 +57,7 @@ class Averager(tf.Module):
         untracked(self, _reducer=reducer, _variables=variables, _every=every, _also=also, _process_set=process_set,
                   _averagings=averagings, _also_sent=0.0)
 
+    @tf.autograph.experimental.do_not_convert
     def begin(self) -> None:
         """Before the first step: note where the variables are."""
         def take() -> None:
@@ -70,11 +71,13 @@ class Averager(tf.Module):
         """Take the variables as they are before the next step, the same on all workers, for those they have in common."""
         self.known.assign(_UNKNOWN)
 
+    @tf.autograph.experimental.do_not_convert
     def count(self) -> None:
         """After a step: average where it is time."""
         self.steps.assign_add(1)
         tf.cond(self.steps >= self.due, self._average, lambda: None)
 
+    @tf.autograph.experimental.do_not_convert
     def average(self) -> None:
         """Bring the workers' variables together, unless they are; the interval starts anew."""
         tf.cond(self.steps > self.averaged, self._average, lambda: None)
@@ -198,6 +201,7 @@ def statistics(model: Any) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------------- once, by themselves
 
+@tf.autograph.experimental.do_not_convert
 def average_parameters(what: Any, process_set: ProcessSet = global_process_set) -> tf.Operation | None:
     """Replace variables by their mean over the workers, uncompressed; all workers have to call it.
 

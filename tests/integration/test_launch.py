@@ -22,7 +22,8 @@ LAUNCHES = {
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_e*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
-    "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[cl]*", {"TF_USE_LEGACY_KERAS": "1"}),
+    "keras-4": ("tensorflow", "gloo", 4, "mixed", "keras_a*", {}),
+    "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[acl]*", {"TF_USE_LEGACY_KERAS": "1"}),
 }
 
 

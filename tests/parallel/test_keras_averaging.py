@@ -1,5 +1,8 @@
 """Model averaging among workers, with Keras 3 and again with tf_keras, against a simulation of all of them in NumPy."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -298,11 +301,14 @@ def test_an_overflow_on_one_worker(nesting):
 def test_process_sets_and_local_variables(make):
     sets = [hvd.add_process_set([r]) for r in range(WORLD)]
     try:
-        model = network()
+        plain, alone, model = network(), network(), network()
+        steps(make(0.1, momentum=0.9), plain, range(2))
+        optimizer = averaging(2, make(0.1, momentum=0.9), process_set=sets[RANK])
+        steps(optimizer, alone, range(2))
+        np.testing.assert_array_equal(flat(alone), flat(plain))
+        assert optimizer.compression_stats()["wire_bytes"] == 0
         optimizer = averaging(2, make(0.1, momentum=0.9), process_set=sets[0], outer=make(0.5))
         steps(optimizer, model, range(2))
-        plain = network()
-        steps(make(0.1, momentum=0.9), plain, range(2))
         expected = (flat(network()) + flat(plain)) / 2 if RANK == 0 else flat(plain)
         np.testing.assert_allclose(flat(model), expected, atol=1e-6)
         before = flat(model)
@@ -361,6 +367,17 @@ def test_a_saved_model_needs_no_plugin(tmp_path):
     plain = keras.models.load_model(tmp_path / f"{RANK}.keras")
     assert type(plain.optimizer) is SGD
     make_variables(plain.optimizer, plain.trainable_variables)
-    again = hvd.ModelAveragingOptimizer(plain.optimizer, every=4)
+    again = averaging(4, plain.optimizer)
+    make_variables(again, plain.trainable_variables)
     for old, new in zip(hvd_variables(optimizer), hvd_variables(again), strict=True):
         np.testing.assert_array_equal(old.numpy(), new.numpy())
+
+
+@pytest.mark.skipif(not KERAS3, reason="written for Keras 3")
+def test_the_example_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "model_averaging.md").read_text()
+    names = {}
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "hvd_quant.keras" in block), names)
+    assert_same_everywhere(flat(names["model"]))
+    losses = names["model"].history.history["loss"]
+    assert losses[-1] < losses[0] and names["optimizer"].compression_stats()["steps"] == 3

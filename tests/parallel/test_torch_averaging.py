@@ -1,7 +1,9 @@
 """Model averaging among workers, against a simulation of all of them in NumPy."""
 
 import io
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -336,3 +338,11 @@ def test_average_parameters(what, monkeypatch):
     statistics = (WORLD + 1) / 2 if what in ("module", "dict") else RANK + 1
     assert (model[2].running_mean == statistics).all() and model[2].num_batches_tracked == RANK + 1
     assert len(calls) == 2  # of fp32 and bf16, and of fp64
+
+
+def test_the_example_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "model_averaging.md").read_text()
+    names = {}
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "hvd_quant.torch" in block), names)
+    assert_same_everywhere(torch.cat([flat(names["model"]), names["model"][1].running_var]))
+    assert names["loss"] < 10 and names["optimizer"].compression_stats()["steps"] == 3
