@@ -345,15 +345,23 @@ class Compressor:
         if hasattr(parameters, "trainable_variables") or hasattr(parameters, "named_parameters"):
             raise ValueError(f"bind was given a model, a {type(parameters).__name__}; give it model.named_parameters() in PyTorch "
                              "and model.trainable_variables in TensorFlow")
-        if memory.of(self).active or self.averaging:
-            raise ValueError(f"{self.spec} can't be bound: Horovod's own optimizers have no place for momentum correction, ef21, "
-                             "merging and averaging; use hvd_quant's DistributedOptimizer or DistributedGradientTape")
         parameters = list(parameters)
         if not parameters:
             raise ValueError("bind was given no parameters; it takes model.named_parameters() in PyTorch and "
                              "model.trainable_variables in TensorFlow, those that the optimizer or tape gets")
         first = parameters[0]
         return stock_hooks(first[1] if isinstance(first, tuple) and len(first) == 2 else first).bind(self, parameters, process_set)
+
+    def require_no_place(self) -> None:
+        """Refuse what needs a place in an optimizer or a tape.
+
+        Raises:
+            ValueError: for momentum correction, "ef21", merging, averaging, and what tensors decide together.
+        """
+        if memory.of(self).active or self.averaging or self.across_tensors:
+            raise ValueError(f"{self.spec} can't be used there: Horovod's own optimizers have no place for momentum correction, ef21, "
+                             "merging, averaging and a model's threshold; use hvd_quant's DistributedOptimizer or "
+                             "DistributedGradientTape")
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Horovod's hook for codes that keep no state and need no name; what it returns is summed or averaged by Horovod.

@@ -77,8 +77,9 @@ class BroadcastGlobalVariablesCallback(Callback):
 class AverageParametersCallback(Callback):
     """Bring workers together that train apart for some steps, before each validation and at the end of each epoch.
 
-    With a ModelAveragingOptimizer, by its ``average()``; otherwise all weights of the model are averaged. Put it before callbacks
-    that save the model or evaluate it.
+    With a ModelAveragingOptimizer, by its ``average()``; with a distributed optimizer, what a compressor's ``merge`` lets differ is
+    averaged, and the model's statistics, such as those of batch normalisation; otherwise all weights of the model. Put it before
+    callbacks that save the model or evaluate it.
     """
 
     _moved = True
@@ -97,6 +98,9 @@ class AverageParametersCallback(Callback):
             optimizer = reducing(self.model.optimizer)
             if hasattr(optimizer, "average"):
                 optimizer.average()
+            elif optimizer is not None:
+                optimizer.average_parameters()
+                average_parameters(statistics(self.model))
             else:
                 average_parameters(self.model)
         self._moved = False

@@ -94,12 +94,15 @@ class Distributed(Reducing):
             self._track_trackable(self._hvd_window, "window", overwrite=True)
 
     def apply(self, grads: list[Gradient | None], trainable_variables: list[Any] | None = None) -> None:
-        """Reduce the gradients and apply them; with ``backward_passes_per_step``, once a window, and their sum."""
+        """Reduce the gradients and apply them; with ``backward_passes_per_step``, once a window, and their sum. Then average the
+        variables, where that is due."""
         apply = super().apply
         if self._hvd_settings.passes == 1 or self._hvd_reduced:
             apply(grads, trainable_variables)
         else:
             self._hvd_pass(grads, self._hvd_known(trainable_variables), apply)
+        if not self._hvd_reduced:
+            self._hvd_average(due=True)
 
     def _backend_apply_gradients(self, grads: list[Gradient], trainable_variables: list[Any]) -> None:
         vars(self)["_hvd_variables"] = trainable_variables
@@ -141,6 +144,7 @@ class Distributed(Reducing):
             apply(grads, variables)
         else:
             self._hvd_pass(grads, variables, apply)
+        self._hvd_average(due=True)
 
     def _hvd_passes(self) -> int:
         """Passes between two exchanges."""

@@ -86,14 +86,18 @@ class Distributed(Reducing):
     _aggregate_gradients = aggregate_gradients
 
     def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients, once they are reduced; with ``backward_passes_per_step``, once a window, and their sum."""
+        """Apply gradients, once they are reduced; with ``backward_passes_per_step``, once a window, and their sum. Then average the
+        variables, where that is due."""
         apply, grads_and_vars = super().apply_gradients, list(grads_and_vars)
         try:
             if self._hvd_settings.passes == 1:
-                return apply(grads_and_vars, *args, **kwargs)
-            return self._hvd_pass(grads_and_vars, lambda pairs: apply(pairs, *args, **kwargs))
+                result = apply(grads_and_vars, *args, **kwargs)
+            else:
+                result = self._hvd_pass(grads_and_vars, lambda pairs: apply(pairs, *args, **kwargs))
         finally:
             vars(self)["_hvd_reduced"] = False
+        self._hvd_average(due=True)
+        return result
 
     def _hvd_pass(self, grads_and_vars: Pairs, apply: Any) -> tf.Variable:
         if self._hvd_scaled():

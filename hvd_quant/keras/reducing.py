@@ -11,7 +11,10 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, size
 
 from hvd_quant.exchange.stats import Stats
+from hvd_quant.tensorflow.averaging import average_parameters
+from hvd_quant.tensorflow.exchanges import by
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
+from hvd_quant.tensorflow.state import Slot
 from hvd_quant.tensorflow.variables import plain
 
 
@@ -46,6 +49,11 @@ class Reducing:
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradient as it is on this worker, but for what ``scale_local_gradients`` asks for."""
         vars(self)["_hvd_local"] = self._hvd_local | {id(plain(var))}
+
+    def average_parameters(self) -> None:
+        """Set the variables that differ between workers, because of a compressor's ``merge``, to their means, as is to be done
+        before evaluation and checkpoints. All workers call this together; without steps in between, once is enough."""
+        self._hvd_average()
 
     def compression_stats(self) -> dict[str, Any]:
         """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`."""
@@ -97,6 +105,24 @@ class Reducing:
             grads[i] = grad
         return grads
 
+    def _hvd_average(self, due: bool = False) -> None:
+        """Average variables whose compressors have a merge, or ``average_every``.
+
+        Arguments:
+            due: only where so many steps are over.
+        """
+        reducer, settings = self._hvd_reducer, self._hvd_settings
+        slots = [] if reducer is None else reducer.state.by_place
+        slots = [slot for slot in slots if slot.averaged is not None and id(slot.variable) not in self._hvd_local]
+        for every, members in by(slots, lambda slot: slot.compressor.averaging).items():
+            def average(members: list[Slot] = members) -> None:
+                average_parameters([slot.variable for slot in members], settings.process_set)
+                for slot in members:
+                    slot.averaged.assign(slot.step)
+
+            since = tf.stack([slot.step - slot.averaged for slot in members])
+            tf.cond(tf.reduce_any(since >= (every if due else 1)), average, lambda: None)
+
     def _hvd_residuals(self) -> list[tf.Variable]:
         """The variables of the compression state but for the step counts."""
         return [variable for slot in self._hvd_reducer.state.slots.values() for variable in slot.state.values()]
@@ -114,6 +140,10 @@ class Scaling:
     def register_local_var(self, var: Any) -> None:
         """See :meth:`Reducing.register_local_var`."""
         self.inner_optimizer.register_local_var(var)
+
+    def average_parameters(self) -> None:
+        """See :meth:`Reducing.average_parameters`."""
+        self.inner_optimizer.average_parameters()
 
     def compression_stats(self) -> dict[str, Any]:
         """See :meth:`Reducing.compression_stats`."""

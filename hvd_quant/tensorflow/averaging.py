@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_set
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant.exchange import averaging, buckets, sent_bytes
+from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.functions import unused_label
 from hvd_quant.tensorflow.reducer import Reducer
 from hvd_quant.tensorflow.state import untracked
@@ -228,15 +229,17 @@ def average_parameters(what: Any, process_set: ProcessSet = global_process_set) 
 
 def _average(variables: list[Any], process_set: ProcessSet) -> list[tuple[Any, int]]:
     """Replace variables by their means, in a few collectives: of each, what is done when it is, and how many bytes it took."""
-    if not process_set.included() or process_set.size() == 1:
+    if not network.ELASTIC and (not process_set.included() or process_set.size() == 1):
         return []
     done = []
     for dtype, places in _together(variables):
         parts = [variables[place] for place in places]
         vector = tf.concat([tf.reshape(tf.cast(v, dtype), [-1]) for v in parts], 0)
         label = f"HorovodAllreduce_average_{places[0]}_{vector.shape[0]}"
-        total = mpi_ops._allreduce(vector, op=Sum, name=label if tf.executing_eagerly() else unused_label(label),
-                                   postscale_factor=1 / process_set.size(), ignore_name_scope=True, process_set=process_set)
+        # Horovod's own average divides by the number of all workers.
+        how = {"op": Average} if network.ELASTIC else {"op": Sum, "postscale_factor": 1 / process_set.size()}
+        total = mpi_ops._allreduce(vector, name=label if tf.executing_eagerly() else unused_label(label), ignore_name_scope=True,
+                                   process_set=process_set, **how)
         means = tf.split(total, [v.shape.num_elements() for v in parts])
         assigned = [v.assign(tf.cast(tf.reshape(mean, v.shape), v.dtype)) for v, mean in zip(parts, means)]
         done.append((tf.group(*assigned), vector.shape[0] * dtype.size))

@@ -86,14 +86,14 @@ class TensorFlowKerasState(ObjectState):
         broadcast_variables(self.model.weights, 0)
         broadcast_variables(variables_of(self.optimizer), 0)
         # What is exchanged how may depend on the number of exchanges before.
-        broadcast_variables([slot.step for slot in self._slots()], 0)
+        broadcast_variables([count for slot in self._slots() for count in slot.counts], 0)
         self._save_variables()
         super().sync()
 
     def _save_variables(self) -> None:
         variables = [*self.model.variables, *variables_of(self.optimizer)]
         for slot in self._slots():
-            variables += [slot.step, *slot.state.values()]
+            variables += [*slot.counts, *slot.state.values()]
         self._saved = [(variable, tf.identity(variable)) for variable in variables]
 
     def _slots(self) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,8 +14,9 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import wire
-from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.compressors.base import conclude
+from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges, sent_bytes
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
@@ -30,7 +31,15 @@ _SHARED = 2**16
 Gradient = tf.Tensor | tf.IndexedSlices
 
 
-@dataclasses.dataclass(frozen=True)
+class Change(NamedTuple):
+    """What a part of the state becomes once the exchange is over, or stays if that is void."""
+
+    variable: tf.Variable
+    after: tf.Tensor
+    before: tf.Tensor
+
+
+@dataclasses.dataclass(eq=False)
 class Cargo:
     """One gradient on its way.
 
@@ -38,15 +47,77 @@ class Cargo:
         slot: what is kept for its variable.
         info: what is known of the whole tensor at this step; its rank and world are those of ``Workers.across``.
         grad: the gradient.
+        left: what :meth:`Slot.left_by` tells of the way that it takes in the end.
+        changes: of the state, beside what encoders do.
     """
 
     slot: Slot
     info: TensorInfo
     grad: Gradient
+    left: Mapping[str, tuple[int, float]]
+    changes: list[Change] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def flat(self) -> tf.Tensor:
         return tf.reshape(tf.cast(self.grad, tf.float32), [-1])
+
+    @functools.cached_property
+    def memory(self) -> memory.Memory:
+        return memory.of(self.slot.compressor)
+
+    @property
+    def merge(self) -> str:
+        return self.slot.compressor.merge
+
+    # ------------------------------------------------------------------------------------------------ memory and merge
+
+    def vector(self, dense: bool = False) -> tf.Tensor:
+        """What is encoded, or sent as it is: the gradient, or what memory makes of it, and what is left of earlier ones, so that
+        nothing is lost where a job is resumed on another network. Flat and fp32."""
+        if not self.memory.active:
+            return self._with_what_is_left(self.flat)
+        self._before = {key: self.after_the_one_before(variable) for key, variable in self.slot.worker_state.items()}
+        self._state, parameter = dict(self._before), tf.reshape(tf.cast(self.slot.variable, tf.float32), [-1])
+        if "estimate" in self._state:
+            # What an owner has kept is missing from the mean that all have summed up, as if its estimate were that much smaller.
+            self._state["estimate"] = self._with_what_is_left(self._state["estimate"], -1)
+        vector, self._kept = self.memory.prepare(ops, self.flat, self._state, parameter, self.info.world, dense)
+        return vector if "estimate" in self._state else self._with_what_is_left(vector)
+
+    def _with_what_is_left(self, vector: tf.Tensor, sign: int = 1) -> tf.Tensor:
+        for key, (first, times) in self.left.items():
+            variable = self.slot.state[key]
+            before = self.after_the_one_before(variable)
+            with tf.control_dependencies([before]):
+                vector = ops.give_back(vector, variable, first, sign * times)
+            self.changes.append(Change(variable, _after([vector], variable), before))
+        return vector
+
+    def remember(self, mean: tf.Tensor, sent: tf.Tensor | None = None) -> tf.Tensor:
+        """What memory makes of the mean of what all have sent; it notes what the state becomes.
+
+        Arguments:
+            sent: what this worker's own payloads decode to; None where nothing was compressed.
+        """
+        mean, kept = self.memory.settle(ops, self._state, self._kept, sent, mean)
+        self.changes += [Change(self.slot.state[key], kept[key], before) for key, before in self._before.items() if key in kept]
+        return mean
+
+    def local_part(self, done: list[Any], sent: tf.Tensor | None, factor: Any, before: tf.Tensor | None = None) -> tf.Tensor:
+        """What is added of this worker's own gradient to the reduced one.
+
+        Arguments:
+            done: what has happened when the residual holds what is kept.
+            sent: what this worker's own payloads decode to.
+            before: the residual before, from which that of a linear code follows.
+        """
+        residual = self.slot.state["residual"]
+        kept = _after(done, residual)
+        if before is not None:
+            sent = self.flat + before - kept
+        if self.merge == "error":
+            self.changes.append(Change(residual, tf.zeros_like(kept), kept))
+        return local_part(self.merge, self.flat, sent, kept, tf.cast(factor, tf.float32))
 
     def land(self, flat: tf.Tensor) -> tf.Tensor:
         """A flat vector in the gradient's shape and type."""
@@ -107,8 +178,9 @@ class Flight:
     def dense(self) -> Landed:
         """Horovod's allreduce of the gradients as they are, or as a class in Horovod's style makes them; of small ones, of one
         vector that holds them all."""
+        given = [one.vector(dense=True) if one.memory.active or one.left else one.grad for one in self.cargo]
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        wide = [tf.cast(one.grad, tf.float32) if one.grad.dtype.size == 2 else one.grad for one in self.cargo]
+        wide = [tf.cast(grad, tf.float32) if grad.dtype.size == 2 else grad for grad in given]
         wide = [one.after_the_one_before(tensor) for one, tensor in zip(self.cargo, wide)]
         clock, factors, nbytes = Clock(wide), {}, []
         if self.op == Average:
@@ -131,7 +203,7 @@ class Flight:
                 for i, part in zip(places, tf.split(parts, [self.cargo[i].info.numel for i in places])):
                     results[i] = part
         clock.lap("wait", list(results.values()))
-        landed = [one.land(results[i]) for i, one in enumerate(self.cargo)]
+        landed = self._land_uncompressed([results[i] for i in range(len(wide))])
         return self._landed("dense", landed, clock, sum(nbytes))
 
     def _dense_together(self, i: int, dtype: tf.DType) -> Any:
@@ -140,10 +212,13 @@ class Flight:
 
     def allreduce(self) -> Landed:
         """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector."""
-        flats = [one.after_the_one_before(one.flat) for one in self.cargo]
+        flats = [one.after_the_one_before(one.vector(dense=True) if self.compressor.memory == "none" else one.flat)
+                 for one in self.cargo]
         clock, infos = Clock(flats), [self._among_all(one.info) for one in self.cargo]
         codes = [self.compressor.rounds(ops, flat, one.slot.worker_state, info, flat)
                  for one, info, flat in zip(self.cargo, infos, flats)]
+        before = [one.after_the_one_before(one.slot.state["residual"]) if one.merge != "none" and self.compressor.stateful else None
+                  for one in self.cargo]
         totals: list[tf.Tensor | None] = [None] * len(codes)
         bytes_sent = 0.0
         for number in range(self.compressor.allreduces):
@@ -158,9 +233,23 @@ class Flight:
             totals = [tf.reshape(part, like.shape) for part, like in zip(parts, sent)]
         means, count = zip(*map(conclude, codes, totals))
         factor = 1 if self.op == Average else infos[0].world
-        landed = [one.land(_times(mean, factor)) for one, mean in zip(self.cargo, means)]
+        totals = [_times(mean, factor) for mean in means]
+        for i, (one, e) in enumerate(zip(self.cargo, before)):
+            if e is not None:
+                totals[i] += one.local_part([means[i]], None, factor, e)
         void = sum(1.0 - tf.cast(counts, tf.float64) for counts in count)
-        return self._landed("allreduce", landed, clock, bytes_sent, void)
+        return self._landed("allreduce", self._land_uncompressed(totals), clock, bytes_sent, void)
+
+    def _land_uncompressed(self, totals: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients, of what was reduced. A step with a value that is not finite leaves no trace in the state."""
+        world, voids = tf.cast(self._among_all(self.cargo[0].info).world, tf.float32), []
+        for i, one in enumerate(self.cargo):
+            if one.memory.active:
+                mean = totals[i] if self.op == Average else totals[i] / world
+                mean = one.remember(mean)
+                totals[i] = mean if self.op == Average else mean * world
+            voids.append(~tf.reduce_all(tf.math.is_finite(totals[i])) if one.changes else None)
+        return self._land(totals, voids)
 
     def allgather(self) -> Landed:
         """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
@@ -174,20 +263,22 @@ class Flight:
         """Payloads, to all workers ("allgather"), or to the owners of ranges that reduce them and send on ("sra").
 
         1. With hierarchical exchange, the workers of a host average their gradients; each goes on with its range of them.
-        2. Each worker encodes its gradients, with what it had kept: one payload a gradient, or one for each range of it.
+        2. Each worker encodes what its memories make of its gradients, with what it had kept: one payload a gradient, or one for
+           each range of it.
         3. "sra": each owner gets the payloads of its range from all, adds them up in the order of ranks, divides, and encodes
            the mean, with what it had kept.
         4. All get all payloads. With hierarchical exchange, they are handed on within the host.
         5. With a value that is not finite, a worker that failed, or a damaged payload, a tensor's step is void: nothing was
            received, so nothing may leave the residuals, and what was encoded is taken back.
-        6. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits.
+        6. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits; memories and merges go on
+           from there.
         """
         cargo, workers, scatter = self.cargo, self.workers, kind == "sra"
         code = (Traced if self.compressor.native else Hosted)(self.compressor)
         rank, world = cargo[0].info.rank, cargo[0].info.world
         place, places = workers.local
         clock = Clock(one.flat for one in cargo)
-        flats = [one.flat for one in cargo]
+        flats = [one.vector() for one in cargo]
         if workers.host is not None:
             flats = self._averaged_inside_host(flats)
             clock.lap("wait", flats)
@@ -244,14 +335,43 @@ class Flight:
         # Of several tensors with errors the first tells, on all workers.
         wrong = flags >= wire.FAILED
         teller = tf.where(tf.reduce_any(wrong), tf.argmax(wrong, output_type=tf.int32), -1)
-        factor = 1 if self.op == Average else places * world if scatter else places
-        landed = []
+        totals = []
         for of_one, own, one, flat, cut, encodes in zip(payloads, tf.unstack(flags), cargo, flats, cuts, encoded):
             undone = [done for done in (code.undo(what, own) for what in encodes if what.state) if done is not None]
+            as_mean = scatter or one.memory.active or self.op == Average
             with tf.control_dependencies(undone):
-                total = code.decode(of_one._replace(teller=teller), one.info, cut, not scatter and self.op == Average, flat)
-            landed.append(one.land(_times(total, factor)))
+                total = code.decode(of_one._replace(teller=teller), one.info, cut, as_mean and not scatter, flat)
+            sent = self._sent_by_this_worker(code, one, encodes[0]) if one.memory.active or one.merge == "replace" else None
+            if one.memory.active:
+                total = one.remember(total, sent)
+            if self.op != Average:
+                total = _times(total, places * world if as_mean else places)
+            if one.merge != "none":
+                total += one.local_part([encodes[0].payload, *undone], sent, 1 if self.op == Average else world)
+            totals.append(total)
+        landed = self._land(totals, tf.unstack(flags > 0))
         return self._landed(kind, landed, clock, bytes_sent, tf.math.count_nonzero(flags))
+
+    def _sent_by_this_worker(self, code: Traced | Hosted, one: Cargo, encoded: Encoded) -> tf.Tensor:
+        """What its own payloads decode to. Where one says that this worker failed, the others' tell it, and this is of no use."""
+        sizes = [self._payload_bytes(one, cut) for cut in encoded.cuts]
+        table = ops.locate(encoded.payload, len(sizes), 1, sizes)
+        silent = ops.Payloads(encoded.payload, len(sizes), one.info.name, table, teller=1)  # of no column here
+        return code.decode(silent, one.info, encoded.cuts, mean=False)
+
+    def _land(self, totals: list[tf.Tensor], voids: list[tf.Tensor | None]) -> list[tf.Tensor]:
+        """The gradients, once the state is what follows from those exchanges that are not void."""
+        changes = [(change, void) for one, void in zip(self.cargo, voids) for change in one.changes]
+        if changes:
+            def unless_void() -> list[tf.Tensor]:
+                return [tf.where(void, change.before, change.after) for change, void in changes]
+
+            with tf.control_dependencies(totals):
+                values = tf.cond(tf.reduce_any(tf.stack([void for _, void in changes])), unless_void,
+                                 lambda: [change.after for change, _ in changes])
+            kept = [change.variable.assign(value) for (change, _), value in zip(changes, tf.nest.flatten(values))]
+            totals = [_after(kept, total) for total in totals]
+        return [one.land(total) for one, total in zip(self.cargo, totals)]
 
     def _averaged_inside_host(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         vector = _guarded(_after(self._steps(), _joined(flats)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,12 +15,11 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_
 from tensorflow.python.ops import control_flow_util
 
 from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes
-from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.codes import Hosted, Traced
 from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, by, label_of
-from hvd_quant.tensorflow.state import COSTS, OWNER, Slot, State, untracked
+from hvd_quant.tensorflow.state import COSTS, Slot, State, Way, untracked
 
 _NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
 
@@ -89,18 +89,22 @@ class Reducer(tf.Module):
                 worker failed.
         """
         grads, variables = list(grads), list(variables)
-        if not network.ELASTIC and (not self._process_set.included() or self._process_set.size() == 1):
+        alone = not network.ELASTIC and self._process_set.size() == 1
+        if not network.ELASTIC and not self._process_set.included() or alone and not self.state.corrects_momentum:
             return grads
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
-                             "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
         given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
         for grad, variable in zip(grads, variables):
             if grad is not None:
                 given[self.state.place(variable)] = tf.convert_to_tensor(grad) if self._sparse_as_dense else grad
+        if alone:  # momentum is a part of training with one worker too
+            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.momentum
+                     and not isinstance(grad, tf.IndexedSlices)}
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
+                             "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
         exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
         reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given))))
-        return [None if grad is None else reduced[self.state.place(v)] for grad, v in zip(grads, variables)]
+        return [None if grad is None else reduced.get(self.state.place(v), grad) for grad, v in zip(grads, variables)]
 
     def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
         given = dict(zip(places, grads))
@@ -149,58 +153,65 @@ class Reducer(tf.Module):
             for group in by((s for s in slots if not s.sparse), lambda slot: slot.compressor).values():
                 self.state.decide(group)
         reduced: dict[Slot, Gradient] = {}
-        for (kinds, _, _), together in by(slots, self._way).items():
-            for members in self._parted(kinds[1], together):
-                reduced.update(zip(members, self._exchange(kinds, members, [given[slot] for slot in members])))
+        for (ways, _, _), together in by(slots, self._way).items():
+            for members in self._parted(ways, together):
+                reduced.update(zip(members, self._exchange(ways, members, [given[slot] for slot in members])))
         return [reduced[slot] for slot in slots]
 
-    def _way(self, slot: Slot) -> tuple[tuple[str, str], Any, Any]:
-        """How it travels during its warm-up and after it, and what else those have in common that travel with it."""
+    def _way(self, slot: Slot) -> tuple[tuple[Way, ...], Any, Any]:
+        """How it travels, and what else those have in common that travel with it."""
         if slot.sparse:
-            return ("sparse", "sparse"), slot, None
-        kinds = slot.kinds() if self._op in (Average, Sum) else ("dense", "dense")
+            return (Way(0, "sparse", None),), slot, None
+        dense = (Way(0, "dense", None),)
         if self._op == Adasum:
-            return kinds, slot.compressor, slot.workers  # which makes fp16 of it, or doesn't
-        return kinds, None if kinds == ("dense", "dense") else slot.travels, slot.workers
+            return dense, slot.compressor, slot.workers  # which makes fp16 of it, or doesn't
+        ways = slot.ways if self._op in (Average, Sum) else dense
+        return ways, None, slot.workers
 
-    def _parted(self, kind: str, slots: list[Slot]) -> list[list[Slot]]:
+    def _parted(self, ways: tuple[Way, ...], slots: list[Slot]) -> list[list[Slot]]:
         """Those that fit into one collective, which over MPI counts bytes in 32 bits."""
-        if not mpi_ops.mpi_enabled() or kind not in ("allgather", "sra"):
+        gathered = [way for way in ways if way.kind in ("allgather", "sra")]
+        if not mpi_ops.mpi_enabled() or not gathered:
             return [slots]
-        sizes = {slot: gathered_bytes(kind, slot.travels.payload_bytes(slot.typical), slot.workers.world) for slot in slots}
+        sizes = {slot: max(gathered_bytes(way.kind, way.compressor.payload_bytes(slot.typical), slot.workers.world)
+                           for way in gathered) for slot in slots}
         return buckets.fill(sizes, MPI_COUNT_LIMIT - 1)
 
-    def _exchange(self, kinds: tuple[str, str], slots: list[Slot], grads: list[Gradient]) -> list[Gradient]:
-        """The exchange of gradients that travel together, chosen now or, for warm-ups and elastic jobs, when it runs.
+    def _exchange(self, ways: tuple[Way, ...], slots: list[Slot], grads: list[Gradient]) -> list[Gradient]:
+        """The exchange of gradients that travel together, chosen now or, for stages and elastic jobs, when it runs.
 
         The exchanges of a slot follow each other, whatever graphs they are in, since each begins with reading its step and ends
         with counting it.
         """
-        workers, (during, after) = slots[0].workers, kinds
+        workers, label = slots[0].workers, label_of(slots)
         at = {"rank": workers.rank, "world": workers.world}
         if network.ELASTIC:
             at = {"rank": mpi_ops.rank_op(), "world": mpi_ops.size_op(self._process_set.process_set_id)}
         infos = [dataclasses.replace(slot.info, step=slot.step.read_value(), **at) for slot in slots]
-        cargo = [Cargo(slot, info, self._with_what_is_kept(slot, after, grad)) for slot, info, grad in zip(slots, infos, grads)]
-        travels = slots[0].travels
-        if after == "sparse":
+        if ways[0].kind == "sparse":
             self._warn_of_sparse(slots[0])
         style = self.state.horovod_style or (slots[0].compressor if self._op == Adasum else None)
-        flight = Flight(label_of(slots), travels, cargo, workers, self._op, self._predivide, style)
+
+        def go(way: Way) -> Landed:
+            cargo = [Cargo(slot, info, grad, slot.left_by(ways[-1])) for slot, info, grad in zip(slots, infos, grads)]
+            return getattr(Flight(label, way.compressor, cargo, workers, self._op, self._predivide, style), way.kind)()
 
         def exchanged() -> Landed:
-            if during == after:
-                return getattr(flight, after)()
-            first = tf.reduce_min(tf.stack([info.step for info in infos]))
-            return tf.cond(first < travels.warmup, getattr(flight, during), getattr(flight, after))
+            if len(ways) == 1:
+                return go(ways[0])
+            least = tf.reduce_min(tf.stack([info.step for info in infos]))
+            stage = tf.math.count_nonzero(least >= [way.first for way in ways[1:]], dtype=tf.int32)
+            return tf.switch_case(stage, [functools.partial(go, way) for way in ways])
 
         if network.ELASTIC:
+            stay = Landed(grads, tf.zeros(len(COSTS), tf.float64))
+            momentum = any(slot.compressor.momentum for slot in slots)
+            alone = functools.partial(go, Way(0, "dense", None)) if momentum else lambda: stay
             included = mpi_ops.process_set_included_op(self._process_set.process_set_id)
-            stay = Landed([one.grad for one in cargo], tf.zeros(len(COSTS), tf.float64))
-            reduced, costs = tf.cond((included == 1) & (infos[0].world > 1), exchanged, lambda: stay)
+            reduced, costs = tf.cond(included == 1, lambda: tf.cond(infos[0].world > 1, exchanged, alone), lambda: stay)
         else:
             reduced, costs = exchanged()
-        added = self.state.account(slots, flight.label).costs.assign_add(costs)
+        added = self.state.account(slots, label).costs.assign_add(costs)
         return [self._counted(slot, grad, [added] if i == 0 else []) for i, (slot, grad) in enumerate(zip(slots, reduced))]
 
     def _counted(self, slot: Slot, grad: Gradient, also: list[Any]) -> Gradient:
@@ -209,21 +220,6 @@ class Reducer(tf.Module):
             counted = slot.step.assign_add(1)
         with tf.control_dependencies([counted, *also]):
             return tf.nest.map_structure(tf.identity, grad, expand_composites=True)
-
-    def _with_what_is_kept(self, slot: Slot, kind: str, grad: Gradient) -> Gradient:
-        """The gradient, with what an exchange of another kind has kept and this one wouldn't send: nothing is lost where a job
-        is resumed on another network."""
-        stays = kind == "dense" or kind == "allreduce" and slot.travels.memory == "none"
-        left = [key for key in slot.state if stays or kind == "allgather" and key.startswith(OWNER)]
-        if not left:
-            return grad
-        flat = tf.reshape(tf.cast(grad, tf.float32), [-1])
-        if "residual" in left:
-            flat = ops.give_back(flat, slot.state["residual"], slot.pieces[slot.workers.local[0]][0],
-                                 self._process_set.size() / slot.workers.world)
-        if OWNER + "residual" in left:
-            flat = ops.give_back(flat, slot.state[OWNER + "residual"], slot.owned[0], self._process_set.size())
-        return tf.cast(tf.reshape(flat, slot.info.shape), grad.dtype)
 
     def _warn_of_sparse(self, slot: Slot) -> None:
         if slot.compressor.name != "none" and slot.info.name not in self._warned:

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant import exchange
-from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.exchange.checkpoint import restored, saved
 from hvd_quant.exchange.stats import Bucket, Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
@@ -32,10 +32,19 @@ OWNER = "owner."
 COSTS = ("dense_bytes", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds", "void_tensors")
 
 
+class Way(NamedTuple):
+    """How gradients travel from their exchange ``first`` on, counted from 0: by which exchange, and as what."""
+
+    first: int
+    kind: str
+    compressor: Compressor | None
+
+
 class Slot(tf.Module):
     """What is kept for one variable.
 
     Attributes:
+        variable: itself.
         label: what the names of its collectives have in common, the same on all workers.
         index: its place among the variables that it was made with.
         compressor: what the user chose for it.
@@ -46,6 +55,7 @@ class Slot(tf.Module):
         pieces: the entries that each worker of a host exchanges: all of them, or with hierarchical exchange a range.
         state: name -> fp32 variable; names that start with ``OWNER`` are of the range that this worker reduces for all.
         step: int64 variable, exchanges so far.
+        averaged: int64 variable, exchanges until the variable was averaged last; None where it isn't.
         sparse: whether its gradient was an uncompressed ``tf.IndexedSlices`` when last a graph was made.
     """
 
@@ -59,18 +69,22 @@ class Slot(tf.Module):
         if not shape.is_fully_defined():
             raise ValueError(f"variable {name} has shape {shape}; its gradient can be reduced when the shape is known: "
                              "make it with one")
+        if network.ELASTIC and compressor.memory == "ef21":
+            raise ValueError(f"{compressor.spec}: a worker that joins an elastic job doesn't have the mean that the others have "
+                             "summed up; use error feedback as memory there")
         info, (place, places) = TensorInfo.whole(name, shape), workers.local
         pieces = ([(0, info.numel)] * places if compressor.allreduced else
                   exchange.ranges(info.numel, compressor.range_multiple, places, index))
-        untracked(self, label=label, index=index, compressor=compressor, travels=compressor, info=info, workers=workers,
-                  pieces=pieces, sparse=False)
+        untracked(self, variable=plain(variable), label=label, index=index, compressor=compressor, travels=compressor, info=info,
+                  workers=workers, pieces=pieces, sparse=False)
         self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in self._shapes(place).items()}
         self.step = _variable(np.int64(0), f"{label}/step")
+        self.averaged = _variable(np.int64(0), f"{label}/averaged") if compressor.averaging else None
 
     def _shapes(self, place: int) -> dict[str, tuple[int, ...]]:
         compressor, workers, (first, last) = self.compressor, self.workers, self.pieces[place]
         if workers.across is None or not exchange.compressible(compressor, self.typical):
-            return {}
+            return memory.of(compressor).always(self.info)
         shapes = compressor.state_shapes(self.info.part(first, last))
         scattered = compressor.exchange == "sra" or compressor.exchange == "auto" and not compressor.linear and workers.world > 2
         if scattered and workers.world > 1 and not network.ELASTIC:
@@ -78,6 +92,11 @@ class Slot(tf.Module):
             owned = compressor.state_shapes(self.info.part(a, b), role="owner")
             shapes = {**shapes, **{OWNER + key: shape for key, shape in owned.items()}}
         return shapes
+
+    @property
+    def counts(self) -> list[tf.Variable]:
+        """What is the same on all workers."""
+        return [self.step] if self.averaged is None else [self.step, self.averaged]
 
     @property
     def worker_state(self) -> dict[str, tf.Variable]:
@@ -99,17 +118,35 @@ class Slot(tf.Module):
         """The largest piece, after the warm-up: all workers have to choose alike. An elastic job that starts with one worker may
         get more."""
         world = max(2, self.workers.world) if self.workers.across is not None else 1
-        info = dataclasses.replace(self.info, step=self.compressor.warmup, world=world)
+        info = dataclasses.replace(self.info, step=self.compressor.dense_steps, world=world)
         return info.part(*max(self.pieces, key=lambda piece: piece[1] - piece[0]))
 
-    def kinds(self) -> tuple[str, str]:
-        """How it travels among several workers: during its compressor's warm-up, and after it."""
-        during, after = (exchange.choose(self.travels, dataclasses.replace(self.typical, step=step), mpi_ops.mpi_enabled())
-                         for step in (0, self.travels.warmup))
-        if after == "sra" and network.ELASTIC:
-            after = "allgather"
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """How it travels, one stage of its compressor after another."""
+        if self.workers.world == 1 and not network.ELASTIC:
+            return (Way(0, "dense", None),)
+        stages = {0: None} | {max(first, self.travels.dense_steps): stage for first, stage in self.travels.stages()}
+        ways = [self._way(first, stage) for first, stage in stages.items()]
+        return tuple(way for i, way in enumerate(ways) if i == 0 or not way.kind == ways[i - 1].kind == "dense")
+
+    def _way(self, first: int, stage: Compressor | None) -> Way:
+        kind = "dense" if stage is None else exchange.choose(stage, self.typical, mpi_ops.mpi_enabled())
         # A code in array operations runs on the host, where a payload is made and read in one call each.
-        return during, "allgather" if after == "allreduce" and not self.travels.native else after
+        if kind == "sra" and network.ELASTIC or kind == "allreduce" and not stage.native:
+            kind = "allgather"
+        return Way(first, kind, None if kind == "dense" else stage)
+
+    def left_by(self, way: Way) -> dict[str, tuple[int, float]]:
+        """Of the state, what an exchange of another kind has kept and this one wouldn't send: the first of its entries, and how
+        many times it is part of a sum over all workers."""
+        left, everyone = {}, self.workers.all.size()
+        sends_own = way.kind in ("allgather", "sra") or way.kind == "allreduce" and way.compressor.memory != "none"
+        if "residual" in self.state and not sends_own:
+            left["residual"] = self.pieces[self.workers.local[0]][0], everyone / self.workers.world
+        if OWNER + "residual" in self.state and way.kind != "sra":
+            left[OWNER + "residual"] = self.owned[0], everyone
+        return left
 
 
 @dataclasses.dataclass
@@ -202,6 +239,10 @@ class State(tf.Module):
         for slot in slots:
             object.__setattr__(slot, "travels", _NONE if chosen.name == "none" else chosen)
 
+    @property
+    def corrects_momentum(self) -> bool:
+        return any(slot.compressor.momentum for slot in self.by_place)
+
     def account(self, slots: list[Slot], label: str) -> Account:
         """The account of gradients that travel together."""
         key = tuple(map(id, slots))
@@ -214,12 +255,12 @@ class State(tf.Module):
         buckets, whose exchanges overlap."""
         stats = Stats(steps=max((int(slot.step) for slot in self.slots.values()), default=0))
         names = {slot: name for name, slot in self.slots.items()}
-        kinds = {slot: self._now(slot) for slot in names}
+        kinds = {slot: "sparse" if slot.sparse else self._last(slot).kind for slot in names}
         stats.exchanges = {name: kinds[slot] for slot, name in names.items() if slot.step > 0}
         for account in self.accounts.values():
             costs = dict(zip(COSTS, account.costs.numpy().tolist()))
             first = account.slots[0]
-            spec = "none" if kinds[first] in ("dense", "sparse") else first.travels.spec
+            spec = "none" if kinds[first] in ("dense", "sparse") else self._last(first).compressor.spec
             label = account.label if account.label not in stats.buckets else f"{account.label}_{len(stats.buckets)}"
             bucket = stats.buckets[label] = Bucket(kinds[first], spec, [names[slot] for slot in account.slots])
             for what in COSTS:
@@ -230,14 +271,17 @@ class State(tf.Module):
         return stats.as_dict()
 
     @staticmethod
-    def _now(slot: Slot) -> str:
+    def _last(slot: Slot) -> Way:
         """How it travelled last."""
-        during, after = slot.kinds()
-        return "sparse" if slot.sparse else during if slot.step <= slot.travels.warmup else after
+        return next(way for way in reversed(slot.ways) if way.first < max(1, int(slot.step)))
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals (NumPy arrays) and step counts by variable name, and whose they are."""
-        return saved(self.slots, lambda value: value.numpy(), **self._whose())
+        state = saved(self.slots, lambda value: value.numpy(), **self._whose())
+        for name, slot in self.slots.items():
+            if slot.averaged is not None:
+                state["tensors"][name]["averaged"] = int(slot.averaged)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
@@ -250,8 +294,11 @@ class State(tf.Module):
         tensors = state.get("tensors")
         if isinstance(tensors, Mapping) and len(tensors) == len(self.slots) and tensors.keys() != self.slots.keys():
             state = {**state, "tensors": dict(zip(self.slots, tensors.values()))}
+        names = {slot: name for name, slot in self.slots.items()}
         for slot, step, values in restored(state, self.slots, **self._whose()):
             slot.step.assign(step)
+            if slot.averaged is not None:
+                slot.averaged.assign(state["tensors"].get(names[slot], {}).get("averaged", 0))
             for key, value in slot.state.items():
                 value.assign(values.get(key, np.zeros(value.shape, np.float32)))
 

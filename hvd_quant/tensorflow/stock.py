@@ -49,13 +49,11 @@ class Bound(State):
         """Put the exchange of the next variable's gradient into the graph.
 
         Raises:
-            ValueError: if ``tensor`` is the gradient of no bound variable.
+            ValueError: if ``tensor`` is the gradient of no bound variable, and for what Horovod's tape has no place for.
         """
-        if self.compressor.across_tensors:
-            raise ValueError(f"{self.compressor.spec} can't be used in Horovod's own tape or optimizer, which don't tell it when a "
-                             "step ends; use hvd_quant.tensorflow.DistributedGradientTape or DistributedOptimizer")
+        self.compressor.require_no_place()
         slot = self._take(tensor)
-        if slot.kinds() == ("dense", "dense"):
+        if all(way.kind == "dense" for way in slot.ways):
             return tensor, None
         return ops.now(tf.ones([1]))[0], self._reducer.exchange(slot, tensor)
 

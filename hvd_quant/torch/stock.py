@@ -38,9 +38,7 @@ class Bound:
         if compressor.only_if_faster:
             raise ValueError(f"{compressor.spec} can't be bound: Horovod's optimizer has no place where all workers could measure "
                              "their network; use hvd_quant.torch.DistributedOptimizer, or only_if_faster=False")
-        if compressor.across_tensors:
-            raise ValueError(f"{compressor.spec} can't be bound: Horovod's optimizer doesn't tell it when a step ends; use "
-                             "hvd_quant.torch.DistributedOptimizer")
+        compressor.require_no_place()
         self.compressor = compressor
         self._named = named_parameters
         self._reducer = Reducer(named_parameters, lambda name: compressor, Average, 1.0, process_set)

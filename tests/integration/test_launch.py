@@ -20,10 +20,10 @@ LAUNCHES = {
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
-    "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_e*", {}),
+    "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "keras-4": ("tensorflow", "gloo", 4, "mixed", "keras_a*", {}),
-    "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[acl]*", {"TF_USE_LEGACY_KERAS": "1"}),
+    "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[aclm]*", {"TF_USE_LEGACY_KERAS": "1"}),
 }
 
 

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import warnings
 
+import numpy as np
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow")
@@ -30,6 +32,31 @@ def test_it_is_saved_as_the_optimizer_it_was_made_from(make):
     config = keras.saving.serialize_keras_object(distributed)
     assert config == keras.saving.serialize_keras_object(optimizer)
     assert type(keras.saving.deserialize_keras_object(config)) is type(optimizer)
+
+
+@pytest.mark.parametrize("make", [lambda: SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(), lambda: Scaler(SGD(0.1, momentum=0.9))])
+@pytest.mark.parametrize("compression", ["topk:momentum=0.5", {"*/kernel": "topk:momentum=0.5"}])
+def test_a_second_momentum_is_warned_about(make, compression):
+    with pytest.warns(UserWarning, match="has a momentum of its own, and the compressor adds another"):
+        distributed(make(), compression=compression)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributed(compression=compression)
+        distributed(make(), compression="topk")
+
+
+@pytest.mark.parametrize("spec, like", [("topk:momentum=0.9,nesterov=true,min_numel=0", SGD(0.1, momentum=0.9, nesterov=True)),
+                                        ("topk:momentum=0.9,weight_decay=0.1", SGD(0.1, momentum=0.9)),
+                                        ("topk:memory=ef21,min_numel=0", SGD(0.1)), ("topk:merge=sum,min_numel=0", SGD(0.1))])
+def test_one_worker_has_the_momentum_that_several_have_and_nothing_else(spec, like):
+    optimizer, like = distributed(compression=spec), type(like).from_config(like.get_config())
+    own, other = (tf.Variable(tf.range(50.0)) for _ in range(2))
+    apply = tf.function(lambda grad: optimizer.apply([grad], [own]))
+    for step in range(5):
+        grad = tf.sin(tf.range(50.0) + step)
+        like.apply([grad + 0.1 * other if "decay" in spec else grad], [other])
+        apply(grad)
+    np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-6)
 
 
 def distributed(optimizer=None, **kwargs):

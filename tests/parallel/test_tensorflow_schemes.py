@@ -1,0 +1,269 @@
+"""Memories, merges and stages on several workers: the same as a simulation from the formulas, and what else can be told of them."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_quant.tensorflow as hvd
+from hvd_quant import TensorInfo, get_compressor
+from hvd_quant.compressors.topk import TopK
+from hvd_quant.exchange import sent_bytes
+from hvd_quant.tensorflow import network
+from hvd_quant.tensorflow.reducer import Reducer
+from tests.parallel import simulation
+from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, on_all
+
+SHAPES = {"matrix": (30, 41), "vector": (700,)}
+STEPS = 20
+KEPT = ["topk:ratio=0.1,momentum=0.9", "topk:ratio=0.1,momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.01,warmup=2",
+        "onebit:memory=ef21,warmup=2", "onebit:memory=ef21,eta=0.5,exchange=sra", "topk:ratio=0.1,merge=replace,exchange=sra",
+        "onebit:merge=error", "topk:ratio=0.1,memory=ef21,schedule=dgc,schedule_steps=2"]
+
+
+class Together:
+    """Plain SGD with several compressors; their steps are one graph, which takes less time to make than many.
+
+    Arguments:
+        compressors: key -> spec or compressor, and op.
+    """
+
+    def __init__(self, compressors):
+        self.weights = {key: [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()] for key in compressors}
+        self.rates = {key: 0.1 if op == hvd.Average else 0.1 / WORLD for key, (_, op) in compressors.items()}
+        self.reducers = {key: Reducer(compressor, self.weights[key], name="test", op=op)
+                         for key, (compressor, op) in compressors.items()}
+        self.traces = 0
+        self._run = tf.function(self._train, autograph=False)
+
+    def _train(self, gradients):
+        self.traces += 1
+        results = []
+        for given, (key, reducer) in zip(gradients, self.reducers.items()):
+            results.append(reducer.reduce(given, self.weights[key]))
+            for weight, result in zip(self.weights[key], results[-1]):
+                weight.assign_sub(self.rates[key] * result)
+        return results
+
+    def step(self, gradients):
+        """The results by key.
+
+        Arguments:
+            gradients: by key, one of each shape; or the same for all keys.
+        """
+        given = [gradients[key] if isinstance(gradients, dict) else gradients for key in self.reducers]
+        results = self._run([[tf.constant(g) for g in of_one] for of_one in given])
+        return {key: [g.numpy() for g in of_one] for key, of_one in zip(self.reducers, results)}
+
+    def state(self):
+        return {(key, name, what): value for key, reducer in self.reducers.items()
+                for name, slot in reducer.state_dict()["tensors"].items() for what, value in slot["state"].items()}
+
+    def values(self):
+        return {(key, i): weight.numpy() for key, weights in self.weights.items() for i, weight in enumerate(weights)}
+
+    def assign(self, values):
+        for (key, i), value in values.items():
+            self.weights[key][i].assign(value)
+
+
+def recorded(step, rank=RANK):
+    random = np.random.default_rng([step, rank])
+    return [random.normal(size=shape).astype(np.float32) for shape in SHAPES.values()]
+
+
+def compressors(specs, **knobs):
+    return {spec: (dataclasses.replace(get_compressor(spec), **{"min_numel": 0, **knobs}), hvd.Average) for spec in specs}
+
+
+# With more than two workers, those that depend on how many there are.
+SCHEMES = [scheme for scheme in simulation.SCHEMES if WORLD == 2 or scheme.exchange == "sra" or scheme.clip_norm]
+
+
+@functools.cache
+def simulated():
+    """Of each scheme and op the history and the simulations, and what was the result here, step by step, and in the end."""
+    schemes = {(scheme.spec, op): scheme for scheme in SCHEMES for op in (hvd.Average, hvd.Sum)}
+    here = Together({key: key for key in schemes})
+    runs = {key: simulation.train(scheme, SHAPES, WORLD, STEPS, key[1] == hvd.Sum, here.rates[key])
+            for key, scheme in schemes.items()}
+    steps = []
+    for step in range(STEPS):
+        results = here.step({key: [history[step][0][name][RANK].reshape(shape) for name, shape in SHAPES.items()]
+                             for key, (history, _) in runs.items()})
+        for key, scheme in schemes.items():
+            if scheme.average_every and (step + 1) % scheme.average_every == 0:
+                hvd.average_parameters(here.weights[key])
+        steps.append((results, here.values()))
+    assert here.traces == 1
+    return runs, steps, here.state()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.spec)
+def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
+    runs, steps, state = simulated()
+    key, exact = (scheme.spec, op), scheme == simulation.Scheme(code="topk") and op == hvd.Average
+    history, simulations = runs[key]
+    for (_, expected, after), (results, values) in zip(history, steps):
+        for i, name in enumerate(SHAPES):
+            scale = abs(expected[name][RANK]).max()
+            np.testing.assert_allclose(results[key][i].ravel(), expected[name][RANK], rtol=0, atol=0 if exact else 2e-6 * scale)
+            np.testing.assert_allclose(values[key, i].ravel(), after[name][RANK], rtol=0, atol=4e-6 * scale)
+    kept = {(name, what): value for (of, name, what), value in state.items() if of == key}
+    assert {name for name, _ in kept} == set(SHAPES if scheme.memory != "none" else ())
+    for (name, what), value in kept.items():
+        expected = simulations[name].states[RANK] | {"owner.residual": simulations[name].owned[RANK]}
+        np.testing.assert_allclose(value, expected[what], rtol=0, atol=1e-5, err_msg=f"{what} of {name}")
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace():
+    """In the tensor whose gradient has such a value; compressed, or dense for their size or in a warm-up."""
+    here = Together({(spec, min_numel): chosen for min_numel in (0, 10**6)
+                     for spec, chosen in compressors(KEPT, min_numel=min_numel).items()})
+    for step in range(7):
+        matrix, vector = recorded(step)
+        if step not in (0, 1, 5):
+            here.step([matrix, vector])
+            continue
+        before, values = here.state(), here.values()
+        if RANK == WORLD - 1:
+            matrix[3, 7] = np.nan if step else np.inf
+        for results in here.step([matrix, vector]).values():
+            assert not np.isfinite(results[0]).all() and np.isfinite(results[1]).all()
+        here.assign(values)
+        for (key, name, what), value in here.state().items():
+            if name == "matrix":
+                atol = 1e-5 if what.endswith("residual") else 0
+                np.testing.assert_allclose(value, before[key, name, what], rtol=0, atol=atol, err_msg=f"{key} {what}")
+            elif what in ("velocity", "estimate", "mean"):
+                assert not np.array_equal(value, before[key, name, what]), (key, what)
+
+
+def test_training_resumes_bit_for_bit(tmp_path):
+    here = Together(compressors(KEPT))
+    for step in range(5):
+        here.step(recorded(step))
+    checkpoint = tf.train.Checkpoint(state={str(i): reducer.state for i, reducer in enumerate(here.reducers.values())})
+    path, values = checkpoint.write(str(tmp_path / f"of-{RANK}")), here.values()
+    saved = {spec: reducer.state_dict() for spec, reducer in here.reducers.items()}
+
+    def end():
+        here.assign(values)
+        for step in range(5, 9):
+            here.step(recorded(step))
+        return here.values()
+
+    straight = end()
+    checkpoint.read(path).assert_consumed()
+    from_checkpoint = end()
+    for spec, reducer in here.reducers.items():
+        reducer.load_state_dict(saved[spec])
+    for again in (from_checkpoint, end()):
+        for key, value in straight.items():
+            np.testing.assert_array_equal(value, again[key], err_msg=str(key))
+
+
+SCHEDULES = ["topk:ratio=0.02,schedule=dgc,schedule_steps=2,warmup=1", "topk:ratio=0.02,schedule=merging,schedule_steps=20"]
+
+
+@pytest.mark.parametrize("spec", SCHEDULES)
+def test_what_is_sent_follows_the_stages(spec):
+    compressor = get_compressor(f"{spec},min_numel=0,exchange=allgather")
+    here, sent, expected = Together({"it": (compressor, hvd.Average)}), [0], []
+    infos = [TensorInfo.whole(name, shape, world=WORLD) for name, shape in SHAPES.items()]
+    for step in range(50):
+        results = here.step(recorded(step))["it"]
+        sent.append(here.reducers["it"].stats()["wire_bytes"])
+        stage = compressor.at(step)
+        expected.append(sum(sent_bytes("dense", 4 * info.numel, WORLD) if stage is None else
+                            sent_bytes("allgather", stage.payload_bytes(info), WORLD) for info in infos))
+    assert np.diff(sent).tolist() == expected == sorted(expected, reverse=True) and len(set(expected)) > 3
+    assert here.traces == 1
+    for result in results:
+        assert_same_everywhere(result)
+    (bucket,) = here.reducers["it"].stats()["buckets"].values()
+    assert bucket["compressor"] == dataclasses.replace(compressor, schedule="none", warmup=0).spec
+
+
+class Own(TopK):
+    """A user's, which TensorFlow calls on the host."""
+
+
+def test_a_compressor_of_ones_own_has_all_of_them():
+    pairs = {}
+    for spec, (compressor, op) in compressors([spec for spec in KEPT if spec.startswith("topk")]).items():
+        own = Own(**{field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)})
+        pairs |= {(spec, "own"): (own, op), (spec, "native"): (compressor, op)}
+    here = Together(pairs)
+    for step in range(6):
+        results = here.step(recorded(step))
+        for spec, kind in pairs:
+            for result, native in zip(results[spec, kind], results[spec, "native"]):
+                np.testing.assert_array_equal(result, native, err_msg=spec)
+
+
+def test_what_goes_dense_for_its_size_has_the_momentum_of_an_optimizer():
+    here = Together(compressors(["topk:momentum=0.9", "topk:momentum=0.9,nesterov=true"], min_numel=10**6))
+    momenta = [tf.keras.optimizers.SGD(0.1, momentum=0.9, nesterov=nesterov) for nesterov in (False, True)]
+    others = [[tf.Variable(tf.zeros(shape)) for shape in SHAPES.values()] for _ in momenta]
+    for step in range(5):
+        here.step(recorded(step))
+        for optimizer, variables in zip(momenta, others):
+            means = [np.mean(grads, axis=0) for grads in zip(*(recorded(step, rank) for rank in range(WORLD)))]
+            optimizer.apply_gradients(zip(map(tf.constant, means), variables))
+    for weights, variables in zip(here.weights.values(), others):
+        for weight, variable in zip(weights, variables):
+            np.testing.assert_allclose(weight.numpy(), variable.numpy(), rtol=0, atol=1e-6)
+    assert {what for _, _, what in here.state()} == {"velocity"}
+
+
+@pytest.mark.parametrize("memory", ["error_feedback", "ef21"])
+def test_what_an_owner_kept_is_not_lost_where_a_job_goes_on_without_owners(memory, monkeypatch):
+    """With a constant gradient, all that is kept arrives in a few steps; a step that is void takes nothing out."""
+    weights = [tf.Variable(tf.zeros([700]))]
+    reducer = Reducer(f"topk:ratio=0.5,min_numel=0,exchange=sra,memory={memory}", weights, name="test")
+
+    def reduced(reducer, gradient):
+        return reducer.reduce([tf.constant(gradient)], weights)[0].numpy()
+
+    given, received = 0, 0
+    for step in range(5):
+        gradient = recorded(step)[1]
+        given, received = given + on_all(gradient).mean(0), received + reduced(reducer, gradient)
+    monkeypatch.setattr(network, "travels", lambda compressor, infos, costs: dataclasses.replace(compressor, exchange="allgather"))
+    other = Reducer(reducer.state, [], name="test")
+    (before,) = reducer.state_dict()["tensors"].values()
+    assert before["state"]["owner.residual"].any()
+    assert np.isnan(reduced(other, np.full(700, np.nan if RANK == 0 else 1, np.float32))).all()
+    (after,) = reducer.state_dict()["tensors"].values()
+    for key, value in before["state"].items():
+        np.testing.assert_allclose(after["state"][key], value, rtol=0, atol=1e-6 if key == "residual" else 0)
+    # Of estimates the last gradient is one, of residuals all gradients add up.
+    constant = recorded(9)[1] if memory == "ef21" else np.zeros(700, np.float32)
+    for _ in range(8):
+        last = reduced(other, constant)
+        received = received + last
+    assert not reducer.state_dict()["tensors"]["Variable"]["state"]["owner.residual"].any()
+    np.testing.assert_allclose(*((last, on_all(constant).mean(0)) if memory == "ef21" else (received, given)), rtol=0, atol=1e-5)
+
+
+def test_elastic_jobs_have_no_place_for_ef21(monkeypatch):
+    monkeypatch.setattr(network, "ELASTIC", True)
+    with pytest.raises(ValueError, match="onebit:memory=ef21: a worker that joins an elastic job doesn't have the mean"):
+        Reducer("onebit:memory=ef21", [tf.Variable(0.0)], name="test")
+
+
+@pytest.mark.parametrize("spec", KEPT[:1] + KEPT[2:3] + KEPT[5:6])
+def test_horovods_own_tape_has_no_place_for_them(spec):
+    import horovod.tensorflow as stock
+
+    small = Network()
+    bound = get_compressor(spec).bind(small.variables)  # for a tape of this package, and to be saved
+    with tf.GradientTape() as tape:
+        loss = small.loss(tf.ones([1, 30]))
+    tape = stock.DistributedGradientTape(tape, compression=bound)
+    with pytest.raises(ValueError, match="Horovod's own optimizers have no place for momentum correction, ef21, merging"):
+        tape.gradient(loss, small.variables)
