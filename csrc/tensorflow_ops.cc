@@ -468,6 +468,7 @@ class FieldsEncode : public Encode<Format> {
     draw.rank = scalar<int32_t>(ctx, "rank");
     expect(draw.first >= 0 && draw.first % 64 == 0, "first is ", draw.first, ", expected a multiple of 64");
     if (!std::is_same_v<Format, TernGrad>) return hvd_quant::at_random(draw, l2_);
+    const hvd_quant::DenormalGuard guard;  // it may be a denormal
     const Tensor& largest = vector(ctx, "largest");
     expect(largest.NumElements() == 1, "largest has ", largest.NumElements(), " entries, expected 1");
     const float scale = *largest.unaligned_flat<float>().data();

@@ -6,7 +6,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -170,11 +169,14 @@ std::string qsgd_decode_sum(const std::vector<Tensor>& payloads, int64_t bits, i
 Tensor terngrad_measure(const Tensor& grad, const Residual& residual, double clip) {
   const auto [g, e] = state(grad, residual);
   TORCH_CHECK_VALUE(clip >= 0, "clip is ", clip, ", expected a number of standard deviations, 0 for none");
-  return at::full({1}, hvd_quant::terngrad_measure(g, e, grad.numel(), clip, threads()), grad.options());
+  Tensor largest = at::empty({1}, grad.options());
+  *largest.mutable_data_ptr<float>() = hvd_quant::terngrad_measure(g, e, grad.numel(), clip, threads());
+  return largest;
 }
 
 Tensor terngrad_encode(const Tensor& grad, const Residual& residual, const Tensor& largest, int64_t stream, int64_t first,
                        int64_t step, int64_t rank, int64_t phase) {
+  const hvd_quant::DenormalGuard guard;  // it may be a denormal
   check_vector(largest, "largest", at::kFloat);
   TORCH_CHECK_VALUE(largest.numel() == 1, "largest has ", largest.numel(), " entries, expected 1");
   const float scale = *largest.const_data_ptr<float>();

@@ -170,7 +170,8 @@ def failure_of(payload: Any) -> tuple[int, str]:
     if len(body) < _FAILURE.size:
         return -1, "its reason is damaged"
     rank, length = _FAILURE.unpack_from(body)
-    return rank, body[_FAILURE.size:_FAILURE.size + length].decode(errors="replace")
+    reason = body[_FAILURE.size:_FAILURE.size + length].partition(b"\0")[0]  # as in C, a text ends at a zero
+    return rank, reason.decode(errors="replace")
 
 
 def split(payloads: Any, count: int, sizes: list[int] | None = None) -> list[Any]:

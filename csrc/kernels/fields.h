@@ -88,6 +88,7 @@ inline Rounding to_nearest() { return {false, 0, 0, 0, false, 0}; }
 // The scale of terngrad, for a whole tensor: the largest magnitude, at most `clip` standard deviations about the mean unless
 // that is 0, but no less than the mean's.
 inline float terngrad_measure(const float* g, const float* e, int64_t numel, double clip, const Parallel& parallel) {
+  const DenormalGuard guard;
   constexpr int64_t kChunk = int64_t{1} << 15;  // sums don't depend on how many threads there are
   struct Moments { double sum, square; float most; };
   std::vector<Moments> each(size_t(ceil_div(numel, kChunk)));

@@ -108,9 +108,9 @@ inline std::string valid_utf8(const uint8_t* p, int64_t n) {
 
 inline std::string failure_message(const uint8_t* body, int64_t nbytes) {
   if (nbytes < 8) return "a worker failed to encode its gradient and its reason is damaged";
-  const int64_t length = load_as<uint32_t>(body + 4);
+  const int64_t length = std::min<int64_t>(load_as<uint32_t>(body + 4), nbytes - 8);
   return format("worker %u failed to encode its gradient: ", load_as<uint32_t>(body)) +
-         valid_utf8(body + 8, length < nbytes - 8 ? length : nbytes - 8);
+         valid_utf8(body + 8, int64_t(strnlen(reinterpret_cast<const char*>(body + 8), size_t(length))));
 }
 
 // What a worker that has nothing to send sends instead: its rank and the reason.

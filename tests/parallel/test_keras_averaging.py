@@ -375,7 +375,7 @@ def test_a_saved_model_needs_no_plugin(tmp_path):
 
 @pytest.mark.skipif(not KERAS3, reason="written for Keras 3")
 def test_the_example_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "model_averaging.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "schemes" / "model_averaging.md").read_text()
     names = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "hvd_quant.keras" in block), names)
     assert_same_everywhere(flat(names["model"]))

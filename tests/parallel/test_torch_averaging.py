@@ -341,7 +341,7 @@ def test_average_parameters(what, monkeypatch):
 
 
 def test_the_example_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "model_averaging.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "schemes" / "model_averaging.md").read_text()
     names = {}
     exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "hvd_quant.torch" in block), names)
     assert_same_everywhere(torch.cat([flat(names["model"]), names["model"][1].running_var]))

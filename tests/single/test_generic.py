@@ -52,6 +52,53 @@ def test_onebit(array, numel, zeros):
     np.testing.assert_array_equal(np.asarray(e), v - decoded)
 
 
+DRAW = (5, 128, 3, 1, 0)
+
+
+def uniform(numel):
+    return (generic.noise(numel, np.zeros(1), *DRAW) >> 8 | 1) / 2.0**24
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("bits, norm", [(2, "max"), (4, "l2"), (8, "max")])
+def test_qsgd(array, numel, bits, norm):
+    g, e0, s, u = normal(numel), normal(numel, 1, 0.1), 2 ** (bits - 1) - 1, uniform(numel)
+    e = array(e0)
+    payload = generic.qsgd_encode(array(g), e, bits, norm, 64, *DRAW)
+    decoded = np.asarray(generic.qsgd_decode_sum([payload], numel, bits, 64))
+    v = g + e0
+    for start in range(0, numel, 64):
+        block = v[start:start + 64].astype(np.float64)
+        unit = (abs(block).max() if norm == "max" else np.sqrt((block**2).sum())) / s
+        x = abs(block) / unit
+        expected = np.sign(block) * unit * (np.floor(x) + (x - np.floor(x) > u[start:start + 64]))
+        np.testing.assert_allclose(decoded[start:start + 64], expected, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(e), v - decoded)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("clip", [0, 1.5])
+def test_terngrad(array, numel, clip):
+    g, e0 = normal(numel), normal(numel, 1, 0.1)
+    v, e = g + e0, array(e0)
+    largest = generic.terngrad_measure(array(g), e, clip)
+    wide = v.astype(np.float64)
+    s = min(abs(wide).max(), max(clip * wide.std(), abs(wide.mean()))) if clip else abs(wide).max()
+    np.testing.assert_allclose(np.asarray(largest), [s], rtol=1e-6)
+    decoded = np.asarray(generic.terngrad_decode_sum([generic.terngrad_encode(array(g), e, largest, *DRAW)], numel))
+    np.testing.assert_allclose(decoded, np.sign(v) * s * (np.minimum(abs(wide) / s, 1) > uniform(numel) * (abs(wide) < s)), rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(e), v - decoded)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_natural(array, numel):
+    g = normal(numel)
+    decoded = np.asarray(generic.natural_decode_sum([generic.natural_encode(array(g), None, *DRAW)], numel))
+    low = 2.0 ** np.floor(np.log2(abs(g)))
+    up = (generic.noise(numel, np.zeros(1), *DRAW) >> 9) / 2.0**23 >= 1 - (abs(g) / low - 1)
+    np.testing.assert_array_equal(decoded, np.sign(g) * np.where(up, 2 * low, low))
+
+
 def cyclic(numel, step):
     """All entries in the order in which the step takes them, as docs/payloads.md has it."""
     units = -(-numel // UNIT)
