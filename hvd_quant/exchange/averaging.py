@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from hvd_quant.compressors.base import Compressor
+from hvd_quant.registry import resolve, selector
 
 Every = int | Callable[[int], int]
 """Local steps between two averagings: a number, or a function from the steps taken so far to that of the next interval."""
@@ -41,6 +45,34 @@ def interval(every: Every, step: int) -> int:
         what = f"every({step}) returned {steps!r}" if callable(every) else f"every={steps!r} is not accepted"
         raise ValueError(f"{what}; give the steps between two averagings, a whole number, 1 or more")
     return int(steps)
+
+
+def checked_compression(compression: Any, elastic: bool) -> Compressor | Mapping[str, Any]:
+    """What ``compression=`` stands for.
+
+    Raises:
+        TypeError, ValueError: for none, and for one in Horovod's style, which keeps nothing between steps.
+        ValueError: in an elastic job.
+    """
+    if elastic:
+        raise ValueError("ModelAveragingOptimizer can't be used in an elastic job: a worker that joins has not counted the "
+                         "others' steps, so it can't know when they average")
+    compression = resolve(compression)
+    if not isinstance(compression, Compressor | Mapping):
+        raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), "
+                        "a spec string, or a mapping from patterns of names to these")
+    selector(compression)  # raises for what can't be in a mapping
+    return compression
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise a ValueError in one sentence where a state lacks what is read from it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError("the compression state is none of a ModelAveragingOptimizer, or damaged: "
+                         f"{type(error).__name__}: {error}; it should be what its compression_state_dict() returned") from error
 
 
 def _is_count(value: Any) -> bool:
@@ -81,17 +113,18 @@ def require_agreement(reports: Iterable[Sequence[int]], ranks: Sequence[int], na
         FloatingPointError: if a parameter is not finite.
     """
     reports = [Report(*map(int, report)) for report in reports]
-    for field, what in (
-            ("step", "has taken {theirs} steps and worker {first} {own}: call the wrapped optimizer the same number of times on "
-                     "all workers"),
-            ("layout", "averages other parameters, optimizer state or compressors than worker {first}: wrap the same model with "
-                       "the same arguments on all workers"),
-            ("start", "started from other parameters than worker {first}: broadcast them before the first step")):
-        values = [getattr(report, field) for report in reports]
-        for rank, value in zip(ranks, values):
-            if value != values[0]:
-                raise ValueError(f"worker {rank} {what.format(first=ranks[0], own=values[0], theirs=value)}")
+    first = reports[0]
+    for rank, report in zip(ranks, reports):
+        if report.step != first.step:
+            raise ValueError(f"worker {rank} has taken {report.step} steps and worker {ranks[0]} {first.step}: call the "
+                             "wrapped optimizer the same number of times on all workers")
+        if report.layout != first.layout:
+            raise ValueError(f"worker {rank} averages other parameters, optimizer state or compressors than worker {ranks[0]}: "
+                             "wrap the same model with the same arguments on all workers")
+        if report.start != first.start:
+            raise ValueError(f"worker {rank} started from other parameters than worker {ranks[0]}: broadcast them before the "
+                             "first step")
     for rank, report in zip(ranks, reports):
         if report.bad >= 0:
-            raise FloatingPointError(f"{names[report.bad]} of worker {rank} is not finite: nothing was averaged, and each worker has "
-                                     "the parameters that it had")
+            raise FloatingPointError(f"{names[report.bad]} of worker {rank} is not finite: nothing was averaged, and each "
+                                     "worker has the parameters that it had")

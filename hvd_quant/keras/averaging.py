@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
-from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import averaging, buckets
 from hvd_quant.keras.optimizer import frontend
 from hvd_quant.keras.reducing import Reducing, Settings, undistributed
-from hvd_quant.registry import resolve, selector
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.arguments import checked_bucket_bytes
 from hvd_quant.tensorflow.averaging import Averager, statistics
@@ -31,29 +29,32 @@ def ModelAveragingOptimizer(
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
         bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
-    """An optimizer that applies this worker's own gradients as another does, and after every ``every`` steps averages the workers'
-    variables.
+    """An optimizer that applies this worker's own gradients as another does, and after every ``every`` steps averages
+    the workers' variables.
 
-    What is averaged is Δ = θ₀ − θ, the way from the variables θ₀ that the workers last had in common, with error feedback if it is
-    compressed. θ₀ then moves by −mean Δ, or as ``outer`` moves it with mean Δ for a gradient, and all go on from there. The first
-    θ₀ is what the variables are before the first step; a BroadcastGlobalVariablesCallback makes them the same.
+    What is averaged is Δ = θ₀ − θ, the way from the variables θ₀ that the workers last had in common, with error
+    feedback if it is compressed. θ₀ then moves by −mean Δ, or as ``outer`` moves it with mean Δ for a gradient, and all
+    go on from there. The first θ₀ is what the variables are before the first step; a BroadcastGlobalVariablesCallback
+    makes them the same.
 
-    The result is an instance of the optimizer's own class, with its state; what is saved with it loads without it. In addition it
-    has ``average()``, ``compression_stats()``, ``compression_state_dict()``, ``load_compression_state_dict()`` and
-    ``register_local_var()``. A ``tf.train.Checkpoint`` that holds it holds all that averaging needs.
+    The result is an instance of the optimizer's own class, with its state; what is saved with it loads without it. In
+    addition it has ``average()``, ``compression_stats()``, ``compression_state_dict()``,
+    ``load_compression_state_dict()`` and ``register_local_var()``. A ``tf.train.Checkpoint`` that holds it holds all
+    that averaging needs.
 
-    A LossScaleOptimizer is each worker's own, inside or outside. A step that it skips on one worker counts there as on the others.
+    A LossScaleOptimizer is each worker's own, inside or outside. A step that it skips on one worker counts there as on
+    the others.
 
     Sources: Yu, Yang, Zhu 2019 (parallel restarted SGD); Douillard et al. 2023 (DiLoCo).
 
     Arguments:
         optimizer: the other one: of Keras 3 or of tf_keras.
-        every: the local steps between two averagings, or a function from the steps taken so far to those until the next one. See
-            :func:`averaging_bound`. (Each pass of ``gradient_accumulation_steps`` counts.)
+        every: the local steps between two averagings, or a function from the steps taken so far to those until the next
+            one. See :func:`averaging_bound`. (Each pass of ``gradient_accumulation_steps`` counts.)
         outer: an optimizer that no model has, such as ``keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)``.
         compression: a compressor, a spec string, or a mapping from patterns of variable paths to these.
-        model: its statistics, such as those of batch normalisation, are averaged too, dense. Without it they stay each worker's
-            own.
+        model: its statistics, such as those of batch normalisation, are averaged too, dense. Without it they stay each
+            worker's own.
         average_state: average, dense, what the optimizer keeps of a variable in its shape: momentum and the like.
         name: starts the names of the collectives.
         process_set: the workers to average over.
@@ -61,30 +62,26 @@ def ModelAveragingOptimizer(
 
     Raises:
         TypeError: for something else than Keras optimizers, or a compression that is none of the above.
-        ValueError: for an optimizer that is distributed already, for a combination that can't work, and in elastic jobs.
+        ValueError: for an optimizer that is distributed already, for a combination that can't work, and in elastic
+            jobs.
     """
-    if network.ELASTIC:
-        raise ValueError("ModelAveragingOptimizer can't be used in an elastic job: a worker that joins has not counted the others' "
-                         "steps, so it can't know when they average")
+    compression = averaging.checked_compression(compression, network.ELASTIC)
     averaging.interval(every, 0)
-    compression = resolve(compression)
-    if not isinstance(compression, Compressor | Mapping):
-        raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a spec "
-                        "string, or a mapping from patterns of variable paths to these")
-    selector(compression)  # raises for what can't be in a mapping
     if outer is not None:
         frontend(outer, "outer=")
         undistributed(outer)
         if outer is optimizer or getattr(outer, "built", False):
-            raise ValueError(f"outer={type(outer).__name__} is in use already: give another optimizer, which no model has")
+            raise ValueError(f"outer={type(outer).__name__} is in use already: give another optimizer, which no model "
+                             "has")
     return frontend(optimizer, "ModelAveragingOptimizer").distribute(optimizer, AveragingSettings(
-        name, "", compression, False, 1.0, Average, 1, False, None, process_set, False, checked_bucket_bytes(bucket_bytes),
-        every, outer, model, average_state))
+        name, "", compression, False, 1.0, Average, 1, False, None, process_set, False,
+        checked_bucket_bytes(bucket_bytes), every, outer, model, average_state))
 
 
 @dataclasses.dataclass(frozen=True)
 class AveragingSettings(Settings):
-    """The arguments of ModelAveragingOptimizer, but for the optimizer; those of DistributedOptimizer are at their defaults."""
+    """The arguments of ModelAveragingOptimizer, but for the optimizer; those of DistributedOptimizer are at their
+    defaults."""
 
     every: averaging.Every
     outer: Any
@@ -105,12 +102,13 @@ class Averaging(Reducing):
             ValueError: once the optimizer is built.
         """
         if self._hvd_averager is not None:
-            raise ValueError("a variable is local from the start or not at all: register it before the optimizer is built")
+            raise ValueError("a variable is local from the start or not at all: register it before the optimizer is "
+                             "built")
         super().register_local_var(var)
 
     def average(self) -> None:
-        """Average now, before an evaluation or a checkpoint; all workers have to call it. It starts a new interval, and does nothing
-        where no step was taken since the last one."""
+        """Average now, before an evaluation or a checkpoint; all workers have to call it. It starts a new interval, and
+        does nothing where no step was taken since the last one."""
         if self._hvd_averager is not None:
             self._hvd_averager.average()
 
@@ -135,7 +133,8 @@ class Averaging(Reducing):
                 found += [v for v in kept if v.dtype.is_floating and tuple(v.shape) in shapes]
             return found
 
-        vars(self)["_hvd_averager"] = Averager(self._hvd_reducer, shared, settings.every, settings.outer, also, settings.process_set)
+        vars(self)["_hvd_averager"] = Averager(self._hvd_reducer, shared, settings.every, settings.outer, also,
+                                               settings.process_set)
         self._track_trackable(self._hvd_averager, "averaging", overwrite=True)
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:

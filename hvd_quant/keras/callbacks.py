@@ -87,8 +87,8 @@ class AverageParametersCallback(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         settings = getattr(reducing(self.model.optimizer), "_hvd_settings", None)
         if getattr(settings, "model", self) is None and statistics(self.model):
-            warnings.warn(f"{statistics(self.model)[0].name} and other statistics of this model stay each worker's own: give "
-                          "ModelAveragingOptimizer(..., model=model) to average them too", stacklevel=2)
+            warnings.warn(f"{statistics(self.model)[0].name} and other statistics of this model stay each worker's "
+                          "own: give ModelAveragingOptimizer(..., model=model) to average them too", stacklevel=2)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._moved = True

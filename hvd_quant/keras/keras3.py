@@ -202,8 +202,8 @@ class Averaged(Averaging, Distributed):
         self._hvd_averager.count()
 
     def apply_scaled(self, scaler: LossScaleOptimizer, grads: list[Gradient | None], variables: list[Any]) -> None:
-        """Take a step if this worker's gradients are finite, as the LossScaleOptimizer around this does, and count it anyway: all
-        workers have to average together."""
+        """Take a step if this worker's gradients are finite, as the LossScaleOptimizer around this does, and count it
+        anyway: all workers have to average together."""
         self._hvd_averager.begin()
         vars(self)["_hvd_reduced"] = True
         try:

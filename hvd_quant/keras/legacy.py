@@ -192,8 +192,8 @@ class Averaged(Averaging):
     def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
         """Take a step with this worker's gradients, and average where it is time."""
         if self._hvd_scaled():
-            raise ValueError("ModelAveragingOptimizer can't be combined with tf_keras's LossScaleOptimizer, which skips a step on some "
-                             "workers only: use Keras 3, or the policy mixed_bfloat16")
+            raise ValueError("ModelAveragingOptimizer can't be combined with tf_keras's LossScaleOptimizer, which "
+                             "skips a step on some workers only: use Keras 3, or the policy mixed_bfloat16")
         grads_and_vars = list(grads_and_vars)
         variables = [variable for _, variable in grads_and_vars]
         with tf.init_scope():

@@ -26,8 +26,8 @@ _UNKNOWN, _TAKEN, _COMPARED = range(3)
 class Averager(tf.Module):
     """Counts the steps of an optimizer, and averages what it trains.
 
-    A ``tf.train.Checkpoint`` of what tracks it holds θ₀, the outer optimizer and the counts; each worker has to save and restore
-    its own.
+    A ``tf.train.Checkpoint`` of what tracks it holds θ₀, the outer optimizer and the counts; each worker has to save and
+    restore its own.
 
     Arguments:
         reducer: of the gradients of ``variables``; it gets what is averaged in their place.
@@ -48,7 +48,8 @@ class Averager(tf.Module):
         super().__init__()
         variables = [plain(v) for v in variables]
         with tf.init_scope():  # (A tf.Variable would make tf.function trace twice.)
-            self.anchors = [ResourceVariable(tf.zeros(v.shape, _wide(v.dtype)), trainable=False, name="anchor") for v in variables]
+            self.anchors = [ResourceVariable(tf.zeros(v.shape, _wide(v.dtype)), trainable=False, name="anchor")
+                            for v in variables]
             self.known, self.steps, self.averaged, self.due = (
                 ResourceVariable(np.int64(value), trainable=False) for value in (_UNKNOWN, 0, 0, averaging.interval(every, 0)))
             averagings = ResourceVariable(np.int64(0), trainable=False)
@@ -117,7 +118,8 @@ class Averager(tf.Module):
     def _interval(self) -> Any:
         if not callable(self._every):
             return self._every
-        return tf.ensure_shape(tf.py_function(lambda step: averaging.interval(self._every, int(step)), [self.steps], tf.int64), [])
+        steps = tf.py_function(lambda step: averaging.interval(self._every, int(step)), [self.steps], tf.int64)
+        return tf.ensure_shape(steps, [])
 
     def _agreed(self, deltas: list[tf.Tensor], also: list[Any]) -> tf.Tensor:
         """Something that is there once the workers agree."""
@@ -125,7 +127,8 @@ class Averager(tf.Module):
         described = [(*slot.info.shape, slot.compressor.spec) for slot in slots] + [tuple(v.shape) for v in also]
         finite = tf.stack([tf.reduce_all(tf.math.is_finite(delta)) for delta in deltas])
         bad = tf.where(tf.reduce_all(finite), np.int64(-1), tf.argmin(tf.cast(finite, tf.int32)))
-        start = tf.cond(tf.equal(self.known, _COMPARED), lambda: np.int64(0), lambda: tf.add_n(list(map(_sum_of_bits, self.anchors))))
+        start = tf.cond(tf.equal(self.known, _COMPARED), lambda: np.int64(0),
+                        lambda: tf.add_n([_sum_of_bits(anchor) for anchor in self.anchors]))
         report = averaging.Report(self.steps.read_value(), np.int64(averaging.layout(described)), start, bad)
         reports = mpi_ops.allgather(tf.stack(list(report))[None], name=f"HorovodAllgather_{slots[0].label}_averaging",
                                     ignore_name_scope=True, process_set=self._process_set)
@@ -158,21 +161,19 @@ class Averager(tf.Module):
         """Take up what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it is of another worker, other variables, another kind of optimizer, or damaged; then nothing is changed.
+            ValueError: if it is of another worker, other variables, another kind of optimizer, or damaged; then nothing is
+                changed.
         """
-        try:
+        with averaging.reading():
             kept = state["averaging"]
             counts = {key: int(kept[key]) for key in ("known", "steps", "averaged", "due")}
             arrays = {key: [np.asarray(value) for value in kept[key]] for key in ("anchors", "outer")}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the compression state is none of a ModelAveragingOptimizer, or damaged: {type(error).__name__}: {error}; "
-                             "it should be what its compression_state_dict() returned") from error
         own = self._arrays()
         for key, what in (("anchors", "variables"), ("outer", "variables of its outer optimizer")):
             found, expected = [value.shape for value in arrays[key]], [tuple(v.shape) for v in own[key]]
             if found != expected:
-                raise ValueError(f"the compression state is of an optimizer with other {what}, of shapes {found}, where they are "
-                                 f"{expected} here: load it into the optimizer of the same model")
+                raise ValueError(f"the compression state is of an optimizer with other {what}, of shapes {found}, where they "
+                                 f"are {expected} here: load it into the optimizer of the same model")
         self._reducer.load_state_dict(state)
         for key, count in counts.items():
             getattr(self, key).assign(count)
@@ -194,8 +195,8 @@ def _sum_of_bits(variable: Any) -> tf.Tensor:
 
 
 def statistics(model: Any) -> list[Any]:
-    """The variables of a Keras model that change without being trained, such as the statistics of batch normalisation. (Those of
-    frozen layers don't change.)"""
+    """The variables of a Keras model that change without being trained, such as the statistics of batch normalisation. (Those
+    of frozen layers don't change.)"""
     frozen = {id(v) for layer in model._flatten_layers() if not layer.trainable for v in layer.variables}
     return [plain(v) for v in model.non_trainable_variables if id(v) not in frozen and tf.as_dtype(v.dtype).is_floating]
 

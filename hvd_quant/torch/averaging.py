@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import averaging, buckets
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.registry import get_compressor, resolve, selector, unmatched
+from hvd_quant.registry import selector, unmatched
 from hvd_quant.torch import network
 from hvd_quant.torch.reducer import Reducer
 
-_log = logging.getLogger("hvd_quant")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -40,8 +39,8 @@ def ModelAveragingOptimizer(
     parameters are averaged.
 
     What is averaged is Δ = θ₀ − θ, the way from the parameters θ₀ that the workers last had in common, with error feedback if
-    it is compressed. θ₀ then moves by −mean Δ, or as ``outer`` moves it with mean Δ for a gradient, and all go on from there. The
-    first θ₀ is what the parameters are when ``step()`` is first called; broadcast them before.
+    it is compressed. θ₀ then moves by −mean Δ, or as ``outer`` moves it with mean Δ for a gradient, and all go on from there.
+    The first θ₀ is what the parameters are when ``step()`` is first called; broadcast them before.
 
     The result is an instance of the optimizer's own class and shares its state; ``state_dict()`` keeps its layout. In addition
     it has ``average()``, ``compression_stats()``, ``compression_state_dict()`` and ``load_compression_state_dict()``.
@@ -53,8 +52,8 @@ def ModelAveragingOptimizer(
     Arguments:
         optimizer: any optimizer of ``torch.optim``.
         named_parameters: (name, parameter) pairs; without them, those of ``model``, or numbers.
-        every: the local steps between two averagings, or a function from the steps taken so far to those until the next one. See
-            :func:`averaging_bound`.
+        every: the local steps between two averagings, or a function from the steps taken so far to those until the next one.
+            See :func:`averaging_bound`.
         outer: a function from a list of parameters to an optimizer for them, such as ``lambda params: torch.optim.SGD(params,
             lr=0.7, momentum=0.9, nesterov=True)``; or an optimizer of the same parameters, which from now on is one of θ₀.
         compression: a compressor, a spec string, or a mapping from patterns of parameter names to these.
@@ -67,28 +66,24 @@ def ModelAveragingOptimizer(
     Raises:
         ValueError, TypeError: for arguments that can't work, and in elastic jobs.
     """
-    if hasattr(optimizer, "skip_synchronize") or isinstance(optimizer, _ModelAveraging):
-        raise ValueError(f"this {type(optimizer).__name__} is distributed already: give ModelAveragingOptimizer the one that it was "
-                         "made from")
-    if network.ELASTIC:
-        raise ValueError("ModelAveragingOptimizer can't be used in an elastic job: a worker that joins has not counted the others' "
-                         "steps, so it can't know when they average")
-    compression = resolve(compression)
-    if not isinstance(compression, Compressor | Mapping):
-        raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), a spec "
-                        "string, or a mapping from patterns of parameter names to these")
+    if hasattr(optimizer, "skip_synchronize") or hasattr(optimizer, "_averager"):
+        raise ValueError(f"this {type(optimizer).__name__} is distributed already: wrap the one that it was made from")
+    compression = averaging.checked_compression(compression, network.ELASTIC)
     if named_parameters is None and model is not None:
         named_parameters = model.named_parameters()
     names = _names(optimizer, named_parameters)
     for pattern in unmatched(compression, names):
         warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                       f"{', '.join(list(names)[:5])}, ...", stacklevel=2)
-    inner = type(optimizer)
-    wrapped = object.__new__(type(inner.__name__, (_ModelAveraging, inner), {"__module__": inner.__module__}))
+    # As Horovod makes one, whose broadcast_optimizer_state then makes missing state by a step of the optimizer's own class.
+    methods = {key: value for key, value in vars(_ModelAveraging).items() if not key.startswith("__")}
+    cls = type(type(optimizer).__name__, (type(optimizer),), {**methods, "__module__": horovod_optimizer.__name__})
+    wrapped = object.__new__(cls)
     # A learning-rate scheduler replaces the step of the optimizer that it is made for.
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
     vars(wrapped).update(_step_supports_amp_scaling=True, _inner_scales=getattr(optimizer, "_step_supports_amp_scaling", False))
-    wrapped._averager = Averager(wrapped, names, every, outer, selector(compression), model, average_state, process_set, bucket_bytes)
+    wrapped._averager = Averager(wrapped, names, every, outer, selector(compression), model, average_state, process_set,
+                                 bucket_bytes)
     return wrapped
 
 
@@ -103,13 +98,13 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Te
         raise ValueError("named_parameters has a name twice; give each parameter its own, as model.named_parameters() does")
     nameless = [tuple(p.shape) for p in parameters if p not in names]
     if nameless:
-        raise ValueError(f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first of shape {nameless[0]}; "
-                         "give all of them")
+        raise ValueError(f"named_parameters lacks {len(nameless)} of the optimizer's parameters, the first of shape "
+                         f"{nameless[0]}; give all of them")
     return {names[p]: p for p in parameters}
 
 
 class _ModelAveraging:
-    """What a model-averaging optimizer's class has in front of its own."""
+    """What a model-averaging optimizer's class has beside that of the optimizer it was made from."""
 
     _averager: Averager
     _inner_scales: bool
@@ -127,7 +122,7 @@ class _ModelAveraging:
         """The optimizer's own step. A GradScaler calls it also where it has found an overflow (that is what
         ``_step_supports_amp_scaling`` asks for), so that steps are counted alike on all workers."""
         if "found_inf" not in vars(self) or self._inner_scales:
-            return super().step(*args, **kwargs)
+            return super(type(self), self).step(*args, **kwargs)
         if self.found_inf:
             return None
         if self.grad_scale is not None:
@@ -138,17 +133,17 @@ class _ModelAveraging:
         # PyTorch's own optimizers refuse to see them unless they are fused.
         scaling = {key: vars(self).pop(key) for key in ("found_inf", "grad_scale")}
         try:
-            return super().step(*args, **kwargs)
+            return super(type(self), self).step(*args, **kwargs)
         finally:
             vars(self).update(scaling)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError("parameters can't be added to a model-averaging optimizer: add them to the optimizer that it was made from, "
-                         "and wrap that anew")
+        raise ValueError("parameters can't be added to a model-averaging optimizer: add them to the optimizer that it was made "
+                         "from, and wrap that anew")
 
     def average(self) -> None:
-        """Average now, before an evaluation or a checkpoint; all workers have to call it. It starts a new interval, and does nothing
-        where no step was taken since the last one."""
+        """Average now, before an evaluation or a checkpoint; all workers have to call it. It starts a new interval, and does
+        nothing where no step was taken since the last one."""
         self._averager.average()
 
     def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
@@ -161,7 +156,8 @@ class _ModelAveraging:
         return self._averager.compression_stats(residual_norms)
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """What this worker keeps for averaging (θ₀, the outer optimizer's state, residuals, step counts), for a checkpoint a worker.
+        """What this worker keeps for averaging (θ₀, the outer optimizer's state, residuals, step counts), for a checkpoint a
+        worker.
 
         It holds tensors, numbers and strings only, so ``torch.load(weights_only=True)`` reads it.
         """
@@ -288,8 +284,9 @@ class Averager:
         described = [(part.name, tuple(part.parameter.shape), self._select(part.name).spec) for part in parts]
         described += [(name, tuple(value.shape)) for name, value in also.items()]
         finite = torch.stack([delta.isfinite().all().cpu() for delta in deltas.values()]).tolist() if deltas else []
-        report = averaging.Report(self.steps, averaging.layout(described), _sum_of_bits(part.anchor for part in parts if not part.compared),
-                                  finite.index(False) if False in finite else -1)
+        start = _sum_of_bits(part.anchor for part in parts if not part.compared)
+        bad = finite.index(False) if False in finite else -1
+        report = averaging.Report(self.steps, averaging.layout(described), start, bad)
         reports = mpi_ops.allgather(torch.tensor([report]), name=f"hvd_quant.averaging.{self._parts[0].name}",
                                     process_set=self._process_set)
         averaging.require_agreement(reports.tolist(), self._process_set.ranks, [part.name for part in parts])
@@ -311,22 +308,20 @@ class Averager:
         """Take up what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it is of another worker, other parameters, another kind of optimizer, or damaged; then nothing is changed.
+            ValueError: if it is of another worker, other parameters, another kind of optimizer, or damaged; then nothing is
+                changed.
         """
-        try:
+        with averaging.reading():
             kept = state["averaging"]
             counts = [int(kept[key]) for key in ("steps", "averaged", "due")]
             anchors, outer = dict(kept["anchors"]), kept["outer"]
             shapes = {name: tuple(anchor.shape) for name, anchor in anchors.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the compression state is none of a ModelAveragingOptimizer, or damaged: {type(error).__name__}: {error}; "
-                             "it should be what its compression_state_dict() returned") from error
         parts = {part.name: part for part in self._parts}
         for name, shape in shapes.items():
             own = tuple(parts[name].parameter.shape) if name in parts else "no such parameter"
             if own != shape:
-                raise ValueError(f"the compression state has a {name} of shape {shape}, and the optimizer has {own}: load it into the "
-                                 "optimizer of the same model")
+                raise ValueError(f"the compression state has a {name} of shape {shape}, and the optimizer has {own}: load it "
+                                 "into the optimizer of the same model")
         before = copy.deepcopy(self._outer.state_dict())
         self._outer.load_state_dict(copy.deepcopy(outer))
         try:
@@ -351,13 +346,15 @@ def _outer(outer: Any, parts: list[Part], inner: torch.optim.Optimizer) -> torch
     if not isinstance(outer, torch.optim.Optimizer):
         made = outer(anchors) if callable(outer) else None
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"outer={outer!r} {f'returned {made!r}' if callable(outer) else 'is not accepted'}; give a function from "
-                            "a list of parameters to an optimizer, such as lambda params: torch.optim.SGD(params, lr=0.7)")
+            what = f"returned {made!r}" if callable(outer) else "is not accepted"
+            raise TypeError(f"outer={outer!r} {what}; give a function from a list of parameters to an optimizer, such as "
+                            "lambda params: torch.optim.SGD(params, lr=0.7)")
         return made
     anchor_of = {part.parameter: part.anchor for part in parts}
-    if outer.param_groups[0] is inner.param_groups[0] or any(p not in anchor_of for group in outer.param_groups for p in group["params"]):
-        raise ValueError(f"outer={type(outer).__name__} has to be another optimizer, of parameters that the first one has; give a function "
-                         "from a list of parameters to an optimizer instead")
+    theirs = [p for group in outer.param_groups for p in group["params"]]
+    if outer.param_groups[0] is inner.param_groups[0] or any(p not in anchor_of for p in theirs):
+        raise ValueError(f"outer={type(outer).__name__} has to be another optimizer, of parameters that the first one has; "
+                         "give a function from a list of parameters to an optimizer instead")
     for group in outer.param_groups:
         group["params"] = [anchor_of[p] for p in group["params"]]
     outer.state.update({anchor_of[p]: outer.state.pop(p) for p in list(outer.state)})
@@ -372,7 +369,10 @@ def _sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
 
 # ---------------------------------------------------------------------------------------------------- once, by themselves
 
-def average_parameters(what: torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def average_parameters(what: torch.nn.Module | torch.optim.Optimizer | Named,
                        process_set: ProcessSet = global_process_set) -> None:
     """Replace parameters by their mean over the workers, uncompressed, all of which have to call it.
 
@@ -386,7 +386,7 @@ def average_parameters(what: torch.nn.Module | torch.optim.Optimizer | Mapping[s
         TypeError: for something else.
     """
     if isinstance(what, torch.nn.Module):
-        named: Iterable[tuple[str, torch.Tensor]] = [*what.named_parameters(), *what.named_buffers()]
+        named: Any = [*what.named_parameters(), *what.named_buffers()]
     elif isinstance(what, torch.optim.Optimizer):
         named = _names(what, None).items()
     else:
@@ -394,8 +394,8 @@ def average_parameters(what: torch.nn.Module | torch.optim.Optimizer | Mapping[s
     try:
         tensors = {str(name): tensor for name, tensor in named if _is_real(tensor)}
     except (TypeError, ValueError, AttributeError) as error:
-        raise TypeError(f"average_parameters takes a module, an optimizer, or (name, tensor) pairs such as model.named_parameters(), "
-                        f"not {what!r:.100}") from error
+        raise TypeError("average_parameters takes a module, an optimizer, or (name, tensor) pairs such as "
+                        f"model.named_parameters(), not {what!r:.100}") from error
     _average(tensors, process_set)
 
 

@@ -204,7 +204,7 @@ def test_statistics_of_batch_normalisation():
             fit(model, optimizer)
         else:
             fit(model, optimizer)
-            with pytest.warns(UserWarning, match="moving_mean.* and other statistics of this model stay each worker's own: give"):
+            with pytest.warns(UserWarning, match="moving_mean.* and other statistics of this model stay each worker's own"):
                 fit(model, batches=1, callbacks=[callback])
         own.append(model.layers[0].moving_mean.numpy())
         optimizers.append(optimizer)
@@ -236,13 +236,13 @@ class _Late(hvd.callbacks.BroadcastGlobalVariablesCallback):
 def test_workers_that_disagree_are_told():
     model, optimizer = network(), averaging(10)
     steps(optimizer, model, range(4 if RANK == 0 else 3))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 has taken 3 steps and worker 0 4: call the wrapped optimizer"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 has taken 3 steps and worker 0 4: call the"):
         optimizer.average()
     model, optimizer = network(seed=RANK), averaging(1)
     with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 started from other parameters than worker 0: broadcast"):
         fit(model, optimizer)
     optimizer = averaging(1, compression="none" if RANK == 0 else ONEBIT)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 averages other parameters, optimizer state or compressors"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 averages other parameters, optimizer state or"):
         fit(network(), optimizer)
 
 
@@ -270,7 +270,7 @@ def test_an_overflow_on_one_worker(nesting):
     """Its scaler skips a step there, and the workers average after the same number of batches all the same."""
     scaler = getattr(keras.optimizers, "LossScaleOptimizer", None) or keras.mixed_precision.LossScaleOptimizer
     if not KERAS3:
-        with pytest.raises(ValueError, match="can't be combined with tf_keras's LossScaleOptimizer, which skips a step on some"):
+        with pytest.raises(ValueError, match="can't be combined with tf_keras's LossScaleOptimizer, which skips a step"):
             fit(network(), scaler(averaging()))
         return
     model, plain = network(), network()
@@ -341,7 +341,8 @@ def test_half_types():
 def test_average_parameters(in_graph):
     model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(7), keras.layers.BatchNormalization()])
     model.set_weights([np.full(w.shape, RANK + 1.0) for w in model.get_weights()])
-    others = [tf.Variable(tf.fill([3], tf.constant(RANK + 1, dtype))) for dtype in (tf.float64, tf.bfloat16, tf.float32, tf.int32)]
+    others = [tf.Variable(tf.fill([3], tf.constant(RANK + 1, dtype))) for dtype in (
+        tf.float64, tf.bfloat16, tf.float32, tf.int32)]
 
     def average():
         hvd.average_parameters(model)

@@ -10,7 +10,17 @@ import torch
 
 import hvd_quant.torch as hvd
 from tests.parallel import averaging_in_numpy as simulation
-from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
+from tests.parallel.torch_workers import (
+    RANK,
+    WORLD,
+    assert_same_everywhere,
+    backward,
+    flat,
+    network,
+    on_all,
+    train,
+    wrap,
+)
 
 ONEBIT, SRA = (f"onebit:min_numel=0,block_size={simulation.BLOCK},exchange={exchange}" for exchange in ("allgather", "sra"))
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -203,6 +213,21 @@ def test_schedulers_hooks_and_closures():
     assert calls == ["after"] * 3
 
 
+def test_broadcasting_the_optimizer_is_no_step():
+    """Horovod takes one to make state where there is none."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if RANK == 0:
+        train(model, inner, range(3))
+    optimizer = averaging(model, 2, inner)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_same_everywhere(torch.cat([state["momentum_buffer"].reshape(-1) for state in optimizer.state.values()]))
+    train(model, optimizer, range(2))
+    assert optimizer.compression_stats()["local_steps"] == 2
+    assert_same_everywhere(flat(model))
+
+
 @pytest.mark.parametrize("make", [
     lambda params: torch.optim.SGD(params, lr=0.1), lambda params: torch.optim.Adam(params, lr=0.01),
     lambda params: torch.optim.Adam(params, lr=0.01, fused=True)], ids=["SGD", "Adam", "fused"])
@@ -323,7 +348,7 @@ def test_process_sets():
 
 @pytest.mark.parametrize("what", ["module", "optimizer", "pairs", "dict"])
 def test_average_parameters(what, monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3).to(torch.bfloat16), torch.nn.BatchNorm1d(3).double())
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3).bfloat16(), torch.nn.BatchNorm1d(3).double())
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(RANK + 1)
@@ -331,7 +356,7 @@ def test_average_parameters(what, monkeypatch):
     given = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "pairs": model.named_parameters(),
              "dict": model.state_dict()}[what]
     calls, allreduce = [], hvd.mpi_ops.allreduce_async_
-    monkeypatch.setattr(hvd.mpi_ops, "allreduce_async_", lambda *args, **how: calls.append(how["name"]) or allreduce(*args, **how))
+    monkeypatch.setattr(hvd.mpi_ops, "allreduce_async_", lambda *a, **how: calls.append(how["name"]) or allreduce(*a, **how))
     hvd.average_parameters(given)
     for tensor in model.parameters():
         assert (tensor == (WORLD + 1) / 2).all()

@@ -7,8 +7,9 @@ from hvd_quant.exchange import averaging
 
 
 @pytest.mark.parametrize("workers, steps, expected", [
-    (1, 1, 1), (1, 15, 1), (1, 16, 2), (1, 10**4, 10), (1, 10**4 - 1, 9), (8, 10**6, 6), (8, 8**3 * 5**4, 5), (8, 8**3 * 5**4 - 1, 4),
-    (1000, 10**6, 1), (np.int64(2), np.int64(2**3 * 3**4), 3), (1, 10**40, 10**10), (1, 10**40 - 1, 10**10 - 1)])
+    (1, 1, 1), (1, 15, 1), (1, 16, 2), (1, 10**4, 10), (1, 10**4 - 1, 9), (8, 10**6, 6), (8, 8**3 * 5**4, 5),
+    (8, 8**3 * 5**4 - 1, 4), (1000, 10**6, 1), (np.int64(2), np.int64(2**3 * 3**4), 3), (1, 10**40, 10**10),
+    (1, 10**40 - 1, 10**10 - 1)])
 def test_the_bound_is_exact(workers, steps, expected):
     assert averaging.averaging_bound(workers, steps) == expected
 
@@ -50,25 +51,25 @@ def test_what_can_not_work_is_refused_in_torch(torch_hvd, monkeypatch):
 
     named, inner = list(model.named_parameters()), sgd()
     for call, error, sentence in [
-            (lambda: wrap(wrap()), ValueError, "this SGD is distributed already: give ModelAveragingOptimizer the one that it was"),
+            (lambda: wrap(wrap()), ValueError, "this SGD is distributed already: wrap the one that it was made from"),
             (lambda: wrap(hvd.DistributedOptimizer(sgd(), compression="topk")), ValueError, "this SGD is distributed already"),
             (lambda: wrap(horovod.torch.DistributedOptimizer(sgd())), ValueError, "this SGD is distributed already"),
             (lambda: wrap(every=0), ValueError, "every=0 is not accepted"),
             (lambda: wrap(every=lambda step: None), ValueError, r"every\(0\) returned None"),
-            (lambda: wrap(named=named[:1]), ValueError, r"named_parameters lacks 1 of the optimizer's parameters, the first of shape \(3,"),
+            (lambda: wrap(named=named[:1]), ValueError, r"named_parameters lacks 1 of the optimizer's parameters"),
             (lambda: wrap(named=[("a", p) for _, p in named]), ValueError, "named_parameters has a name twice"),
-            (lambda: wrap(compression=horovod.torch.Compression.fp16), TypeError, "is not accepted: give a compressor such as"),
+            (lambda: wrap(compression=horovod.torch.Compression.fp16), TypeError, "is not accepted: give a compressor"),
             (lambda: wrap(compression="tpk"), ValueError, "there is no compressor 'tpk', did you mean 'topk'"),
             (lambda: wrap(outer=0.7), TypeError, "outer=0.7 is not accepted; give a function from a list of parameters"),
             (lambda: wrap(outer=lambda params: None), TypeError, "outer=.* returned None; give a function"),
-            (lambda: wrap(inner, outer=inner), ValueError, "outer=SGD has to be another optimizer, of parameters that the first one has"),
-            (lambda: wrap(outer=sgd([torch.zeros(3)])), ValueError, "outer=SGD has to be another optimizer, of parameters that"),
-            (lambda: wrap().add_param_group({"params": []}), ValueError, "parameters can't be added to a model-averaging optimizer"),
+            (lambda: wrap(inner, outer=inner), ValueError, "outer=SGD has to be another optimizer"),
+            (lambda: wrap(outer=sgd([torch.zeros(3)])), ValueError, "outer=SGD has to be another optimizer"),
+            (lambda: wrap().add_param_group({"params": []}), ValueError, "parameters can't be added to a model-averaging"),
             (lambda: hvd.average_parameters(3), TypeError, "average_parameters takes a module, an optimizer, or .*, not 3"),
-            (lambda: hvd.average_parameters(model.parameters()), TypeError, "average_parameters takes a module, an optimizer, or")]:
+            (lambda: hvd.average_parameters(model.parameters()), TypeError, "average_parameters takes a module, an optimizer")]:
         with pytest.raises(error, match=sentence):
             call()
-    with pytest.warns(UserWarning, match="the pattern 'layer' in compression= matches no parameter; the names are weight, bias"):
+    with pytest.warns(UserWarning, match="pattern 'layer' in compression= matches no parameter; the names are weight, bias"):
         wrap(named=named, compression={"layer": "topk"})
     monkeypatch.setattr(network, "ELASTIC", True)
     with pytest.raises(ValueError, match="ModelAveragingOptimizer can't be used in an elastic job: a worker that joins"):
@@ -132,7 +133,7 @@ def test_what_can_not_work_is_refused_in_keras(monkeypatch):
             (lambda: wrap(outer=wrap()), ValueError, "this SGD is distributed already"),
             (lambda: wrap(every=1.5), ValueError, "every=1.5 is not accepted; give the steps between two averagings"),
             (lambda: wrap(bucket_bytes=0), ValueError, "bucket_bytes is 0"),
-            (lambda: wrap(compression=horovod.tensorflow.Compression.fp16), TypeError, "is not accepted: give a compressor such as"),
+            (lambda: wrap(compression=horovod.tensorflow.Compression.fp16), TypeError, "is not accepted: give a compressor"),
             (lambda: wrap(compression={"*": "tpk"}), ValueError, "there is no compressor 'tpk'"),
             (lambda: wrap().compression_state_dict(), ValueError, "once it knows its variables: call optimizer.build")]:
         with pytest.raises(error, match=sentence):
