@@ -12,13 +12,17 @@ ops = pytest.importorskip("hvd_quant.ops.torch", exc_type=ImportError)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import allreduce  # noqa: E402
-from allreduce import BASELINE, IDEAL, Key, grid, parse  # noqa: E402
+import allreduce_grid  # noqa: E402
+import allreduce_report  # noqa: E402
+import allreduce_workers  # noqa: E402
+from allreduce import grid, parse  # noqa: E402
+from allreduce_grid import BASELINE, IDEAL, ROWS, WORKLOADS, Key, entries  # noqa: E402
 from cluster import HEADERS  # noqa: E402
 
 from hvd_quant import get_compressor, wire  # noqa: E402
 from hvd_quant.compressors import TensorInfo  # noqa: E402
 
-CODES = [get_compressor(code) for code in allreduce.CODES]
+CODES = [get_compressor(code) for code in allreduce_grid.CODES]
 each_code = pytest.mark.parametrize("compressor", CODES, ids=lambda c: c.name)
 WHOLE = TensorInfo.whole("w", (300, 300), world=2)
 each_range = pytest.mark.parametrize("info", [WHOLE, WHOLE.part(49152, 90000), WHOLE.part(0, 16384)], ids=lambda i: str(i.range))
@@ -27,8 +31,8 @@ each_range = pytest.mark.parametrize("info", [WHOLE, WHOLE.part(49152, 90000), W
 # ------------------------------------------------------------------------------------------------------------ workloads
 
 def test_resnet50_is_resnet50():
-    shapes = allreduce.WORKLOADS["resnet50"]
-    assert len(shapes) == 161 and allreduce.entries("resnet50") == 25_557_032
+    shapes = WORKLOADS["resnet50"]
+    assert len(shapes) == 161 and entries("resnet50") == 25_557_032
     convolutions = [shape for shape in shapes if len(shape) == 4]
     assert len(convolutions) == 53 and shapes[0] == (64, 3, 7, 7) and shapes[-2:] == [(1000, 2048), (1000,)]
     assert convolutions.count((512, 512, 3, 3)) == 3 and convolutions.count((2048, 1024, 1, 1)) == 1
@@ -37,19 +41,48 @@ def test_resnet50_is_resnet50():
 def test_transformer_is_pytorchs():
     with torch.device("meta"):  # which has its own norm at the end of encoder and decoder, and projects q, k, v together
         theirs = sum(p.numel() for p in torch.nn.Transformer(512, 8, 6, 6, 2048, batch_first=True).parameters()) - 2 * 2 * 512
-    assert allreduce.entries("transformer") == 60_522_496 == theirs + 32000 * 512
+    assert entries("transformer") == 60_522_496 == theirs + 32000 * 512
 
 
 # ----------------------------------------------------------------------------------------------------------------- grid
 
-def test_the_default_grid_leaves_out_what_takes_long():
-    keys = grid(parse(["run", "--json", "x"]))
-    everything = grid(parse(["run", "--json", "x", "--all"]))
-    assert len(set(everything)) == len(everything) == 3 * 3 * len(allreduce.WORKLOADS) * len(allreduce.ROWS)
+def test_the_default_grid_has_what_is_compared():
+    keys = grid(parse(["run", "--list"]))
+    everything = grid(parse(["run", "--list", "--all"]))
+    assert len(set(everything)) == len(everything) == 3 * 3 * len(WORKLOADS) * len(ROWS)
     assert set(keys) < set(everything)
-    assert {key.workers for key in keys if key.workload == "8192x8192"} == {4}
-    # What everything is compared with is there wherever something else is.
-    assert {key[:3] for key in keys} == {key[:3] for key in keys if key.row == BASELINE}
+    assert {key[:3] for key in keys} >= {(4, rate, workload) for rate in ("1gbit", "10gbit") for workload in WORKLOADS}
+    assert {key[:3] for key in keys} >= {(n, rate, "4096x4096") for n in (2, 4, 8) for rate in allreduce_grid.RATES}
+    assert {key for key in keys if key.row.startswith(("fp16:", "bf16:"))} >= {
+        Key(n, "1gbit", "4096x4096", f"{code}:exchange={exchange}")
+        for n in (4, 8) for code in ("fp16", "bf16") for exchange in ("allgather", "sra")}
+    # What everything is compared with, and the choice between exchanges, are wherever something else is.
+    for row in (BASELINE, "auto:onebit", "auto:adaptive", "auto:topk"):
+        assert {key[:3] for key in keys} == {key[:3] for key in keys if key.row == row}
+
+
+def test_the_default_grid_takes_less_than_an_hour(capsys, monkeypatch):
+    def minutes(*options):
+        monkeypatch.setattr(sys, "argv", ["allreduce.py", "run", "--list", *options])
+        allreduce.main()
+        *_, points, minutes, _ = capsys.readouterr().out.splitlines()[-2].split("│")
+        assert int(points) == len(grid(parse(["run", "--list", *options])))
+        return float(minutes)
+
+    assert 20 < minutes() < 60 < minutes("--all")
+
+
+def test_time_is_told_by_what_is_similar():
+    points = [point(Key(4, "1gbit", "64x64", "topk"), 0.01), point(Key(4, "1gbit", "1024x1024", "topk"), 0.1),
+              point(Key(8, "10gbit", "1024x1024", "topk"), 0.3), point(Key(4, "1gbit", "1024x1024", "onebit"), 7.0)]
+    for workers, rate, workload, seconds in ((4, "10gbit", "1024x1024", 0.1), (8, "1gbit", "2048x2048", 1.2),
+                                             (2, "1gbit", "1024x1024", 0.05), (4, "1gbit", "128x128", 0.04)):
+        assert allreduce.likely(Key(workers, rate, workload, "topk"), points) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("one, count", [(0.001, 50), (0.1, 10), (0.5, 5), (1.9, 5), (2.1, 3), (60.0, 3)])
+def test_slow_points_are_repeated_less(one, count):
+    assert allreduce.iterations(1.0, one) == count
 
 
 def test_patterns_choose():
@@ -58,18 +91,19 @@ def test_patterns_choose():
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    (["--rates", "fast"], "the rate is 'fast'"), (["--rows", "lookfor"], "no point of the grid matches")])
+    (["--list", "--rates", "fast"], "the rate is 'fast'"), (["--list", "--rows", "lookfor"], "no point of the grid matches"),
+    ([], "give --json FILE")])
 def test_arguments_are_checked(arguments, sentence, capsys):
     with pytest.raises(SystemExit):
-        parse(["run", "--json", "x", *arguments])
+        parse(["run", *arguments])
     assert sentence in capsys.readouterr().err
 
 
 def test_rows_of_a_version_to_come_are_left_out():
-    assert allreduce.unavailable("sorcery:exchange=allgather").startswith("there is no compressor 'sorcery'")
-    assert allreduce.unavailable("topk:exchange=telepathy").startswith("topk: exchange='telepathy' is not accepted")
-    for row in (BASELINE, allreduce.POWERSGD, "none", "onebit:exchange=allgather", IDEAL + "topk:exchange=allgather"):
-        assert allreduce.unavailable(row) is None
+    assert allreduce_workers.unavailable("sorcery:exchange=allgather").startswith("there is no compressor 'sorcery'")
+    assert allreduce_workers.unavailable("topk:exchange=telepathy").startswith("topk: exchange='telepathy' is not accepted")
+    for row in (BASELINE, allreduce_grid.POWERSGD, "none", "onebit:exchange=allgather", IDEAL + "topk:exchange=allgather"):
+        assert allreduce_workers.unavailable(row) is None
 
 
 # ------------------------------------------------------------------------------------------------------ streaming twins
@@ -77,7 +111,7 @@ def test_rows_of_a_version_to_come_are_left_out():
 @each_code
 @each_range
 def test_a_twin_sends_payloads_that_are_accepted(compressor, info):
-    twin = allreduce.streaming(compressor)
+    twin = allreduce_workers.streaming(compressor)
     grad, residual = torch.randn(info.numel), torch.zeros(info.numel)
     params = twin.measure(ops, grad, {"residual": residual}, info)
     payloads = [twin.encode(ops, grad, {"residual": residual}, params, info) for _ in range(2)]
@@ -93,7 +127,7 @@ def test_a_twin_sends_payloads_that_are_accepted(compressor, info):
 @each_code
 def test_a_twin_stays_in_its_range(compressor):
     info = WHOLE.part(16384, 49152)
-    twin = allreduce.streaming(compressor)
+    twin = allreduce_workers.streaming(compressor)
     grad, room, residuals = torch.ones(WHOLE.numel), torch.ones(WHOLE.numel), torch.ones(WHOLE.numel)
     mine = slice(*info.range)
     payload = twin.encode(ops, grad[mine], {"residual": residuals[mine]}, None, info)
@@ -107,7 +141,7 @@ def test_a_twin_stays_in_its_range(compressor):
 
 def test_only_residuals_are_streamed():
     with pytest.raises(ValueError, match="fp16 keeps no residual"):
-        allreduce.streaming(get_compressor("fp16"))
+        allreduce_workers.streaming(get_compressor("fp16"))
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -115,7 +149,7 @@ def test_only_residuals_are_streamed():
 def test_gradients_differ_between_iterations_and_workers():
     def written(seed, iteration):
         gradients = [torch.empty(4, 8), torch.empty(7)]
-        allreduce.Pool(39, seed).write(gradients, iteration)
+        allreduce_workers.Pool(39, seed).write(gradients, iteration)
         return torch.cat([g.view(-1) for g in gradients])
 
     first = written(0, 0)
@@ -125,8 +159,8 @@ def test_gradients_differ_between_iterations_and_workers():
 
 
 def test_ddp_is_handed_gradients_without_a_copy():
-    model, clock = allreduce.Model([(3, 4), (5,)]), []
-    allreduce.Pool(17, 0).write(model.gradients, 0)
+    model, clock = allreduce_workers.Model([(3, 4), (5,)]), []
+    allreduce_workers.Pool(17, 0).write(model.gradients, 0)
     model(clock).backward()
     assert [p.grad.data_ptr() for p in model.weights] == [g.data_ptr() for g in model.gradients] and len(clock) == 1
 
@@ -149,24 +183,25 @@ def point(key, seconds, **more):
 def test_the_limit_is_wire_and_two_passes():
     coded = {"wire_bytes": 1e6, "encode_bytes": 12e6, "decode_bytes": 4e6}
     passes = 0.001 + 0.0005
-    assert allreduce.limit(point(Key(4, "1gbit", "x", "topk"), 1, **coded)) == pytest.approx(0.008 * HEADERS + passes)
-    assert allreduce.limit(point(Key(4, "unlimited", "x", "topk"), 1, **coded)) == pytest.approx(passes)
-    assert allreduce.limit(point(Key(4, "1gbit", "x", allreduce.POWERSGD), 1)) == pytest.approx(0.008 * HEADERS)  # what was seen
+    assert allreduce_report.limit(point(Key(4, "1gbit", "x", "topk"), 1, **coded)) == pytest.approx(0.008 * HEADERS + passes)
+    assert allreduce_report.limit(point(Key(4, "unlimited", "x", "topk"), 1, **coded)) == pytest.approx(passes)
+    seen = point(Key(4, "1gbit", "x", allreduce_grid.POWERSGD), 1)
+    assert allreduce_report.limit(seen) == pytest.approx(0.008 * HEADERS)
 
 
 def test_calculated_bytes():
     """Of 4096 x 4096 onebit: 8 bytes a block of 2048, a bit an entry, and a header."""
     payload = 32 + 2**24 // 2048 * 8 + 2**24 // 8
-    assert allreduce.exchanged_bytes("onebit:exchange=allgather", 2**24, 4) == 3 * payload
-    assert allreduce.exchanged_bytes("onebit:exchange=sra", 2**24, 4) == 2 * 3 * ((payload - 32) / 4 + 32)
+    assert allreduce_report.exchanged_bytes("onebit:exchange=allgather", 2**24, 4) == 3 * payload
+    assert allreduce_report.exchanged_bytes("onebit:exchange=sra", 2**24, 4) == 2 * 3 * ((payload - 32) / 4 + 32)
     few = get_compressor("threshold:tau=6").payload_bytes(TensorInfo.whole("", (2**24,)))
-    assert allreduce.exchanged_bytes("threshold:tau=6,exchange=allgather", 2**24, 2) == few
+    assert allreduce_report.exchanged_bytes("threshold:tau=6,exchange=allgather", 2**24, 2) == few
 
 
 @pytest.mark.parametrize("value, text", [(0, "0.00"), (0.0071, "0.007"), (0.126, "0.13"), (9.996, "10.0"), (99.96, "100"),
                                          (1234.5, "1,234")])
 def test_digits(value, text):
-    assert allreduce.digits(value) == text
+    assert allreduce_report.digits(value) == text
 
 
 # --------------------------------------------------------------------------------------------------- files and report
@@ -206,11 +241,11 @@ def test_the_report_replaces_what_is_between_the_marks(tmp_path, results):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     path, page = tmp_path / "figures.json", tmp_path / "README.md"
     path.write_text(json.dumps(results))
-    page.write_text(f"# before\n{allreduce.BEGIN}\nold\n{allreduce.END}\nafter\n")
+    page.write_text(f"# before\n{allreduce_report.BEGIN}\nold\n{allreduce_report.END}\nafter\n")
     for _ in range(2):  # the second time, over its own report
-        allreduce.report(path, page)
+        allreduce_report.report(path, page)
     text = page.read_text()
-    assert text.startswith("# before\n") and text.endswith(f"{allreduce.END}\nafter\n") and "\nold\n" not in text
+    assert text.startswith("# before\n") and text.endswith(f"{allreduce_report.END}\nafter\n") and "\nold\n" not in text
     lines = text.splitlines()
     titles = [line for line in lines if line.startswith("### ")]
     assert titles[:3] == ["### 2 workers, 1gbit", "### 2 workers, 10gbit", "### 2 workers, unlimited"] and len(titles) == 12
@@ -226,16 +261,16 @@ def test_the_report_replaces_what_is_between_the_marks(tmp_path, results):
 def test_a_report_needs_marks_and_points(tmp_path, results):
     path, page = tmp_path / "figures.json", tmp_path / "README.md"
     path.write_text(json.dumps(results))
-    page.write_text(f"{allreduce.BEGIN}\nthe end is missing\n")
+    page.write_text(f"{allreduce_report.BEGIN}\nthe end is missing\n")
     with pytest.raises(ValueError, match="lacks the lines"):
-        allreduce.report(path, page)
+        allreduce_report.report(path, page)
     path.write_text(json.dumps({**results, "points": []}))
-    page.write_text(f"{allreduce.BEGIN}\n{allreduce.END}\n")
+    page.write_text(f"{allreduce_report.BEGIN}\n{allreduce_report.END}\n")
     with pytest.raises(ValueError, match="has no points"):
-        allreduce.report(path, page)
-    assert page.read_text() == f"{allreduce.BEGIN}\n{allreduce.END}\n"
+        allreduce_report.report(path, page)
+    assert page.read_text() == f"{allreduce_report.BEGIN}\n{allreduce_report.END}\n"
 
 
 def test_the_page_has_its_marks():
-    text = (Path(allreduce.__file__).parents[1] / "docs" / "benchmarks" / "README.md").read_text()
-    assert text.count(allreduce.BEGIN) == text.count(allreduce.END) == 1
+    text = (allreduce.FIGURES.parent / "README.md").read_text()
+    assert text.count(allreduce_report.BEGIN) == text.count(allreduce_report.END) == 1
