@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], int
         with Cluster(hosts=workers) as cluster:
             for kind in ("horovod", "ddp"):
                 if mine := [key for key in todo if key.workers == workers and framework(key.row) == kind]:
-                    for point in launch(cluster, kind, mine, args, console):
+                    for point in launch(cluster, kind, mine, args.seconds, args.controller, console):
                         results["points"].append(point)
                         save(results, args.json)
                         name, count = " ".join(map(str, Key.of(point))), len(results["points"])
@@ -192,11 +192,11 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], int
     return results, len(missing(todo, results["points"]))
 
 
-def launch(cluster: Cluster, kind: str, keys: list[Key], args: argparse.Namespace, console: Console) -> Iterator[Point]:
+def launch(cluster: Cluster, kind: str, keys: list[Key], seconds: float, controller: str, console: Console) -> Iterator[Point]:
     """Start the workers of one framework and measure its points."""
     facts: dict[str, Any] = {"began": datetime.now(timezone.utc).isoformat(timespec="seconds"), "load": os.getloadavg()[0]}
     cluster.set_rate("unlimited")
-    with Workers(cluster, kind, args.controller) as workers:
+    with Workers(cluster, kind, controller) as workers:
         memory = workers.ask("memory", 1.0)
         facts["memory"] = {name: statistics.fmean(rates[name] for rates in memory) for name in memory[0]}
         workers.ask("pool", max(entries(key.workload) for key in keys))
@@ -205,7 +205,7 @@ def launch(cluster: Cluster, kind: str, keys: list[Key], args: argparse.Namespac
                 cluster.set_rate(key.rate)
                 workers.ask("forget")
             try:
-                yield {**measure(cluster, workers, key, args.seconds), **facts}
+                yield {**measure(cluster, workers, key, seconds), **facts}
             except PointError as failure:
                 console.print(f"failed: {' '.join(map(str, key))}: {failure}", highlight=False, markup=False)
 
