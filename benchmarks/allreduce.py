@@ -46,17 +46,20 @@ from rich.console import Console
 from rich.table import Column, Table
 
 FIGURES = Path(__file__).parents[1] / "docs" / "benchmarks" / "allreduce.json"
-SLOW = 2.0
-# Seconds beside what is timed, as found on two cores. A worker, of a launch, of measuring the network for "auto" (once for a code
-# and a rate), of a barrier, and of writing an entry of a gradient. And of a point. And exchanges that "auto" rehearses.
-LAUNCH, CALIBRATION, BARRIER, WRITING, SETUP, REHEARSALS = 3.0, 1.25, 5e-3, 1e-9, 0.7, 15
+SLOW = 2.0  # seconds of an iteration
+# Seconds beside what is timed, for each worker, as found on two cores that all share: of a launch, of measuring network and
+# codes for "auto", once for a code and a rate, of an iteration's barrier, and of writing an entry of its gradients.
+LAUNCH, CALIBRATION, BARRIER, WRITING = 3.0, 1.25, 5e-3, 1e-9
+SETUP = 0.7  # seconds of a point
+REHEARSALS = 15  # exchanges, of three plans that "auto" tries
 
 
 def grid(args: argparse.Namespace) -> list[Key]:
     """The points that the options ask for, in the order in which they are measured."""
     return [Key(workers, rate, workload, row) for workers in args.workers for rate in args.rates
             for workload in WORKLOADS if matches(workload, args.workloads)
-            for row in ROWS if matches(row, args.rows) and (args.all or in_default_grid(workers, rate, workload, row))]
+            for row in ROWS
+            if matches(row, args.rows) and (args.all or in_default_grid(workers, rate, workload, row))]
 
 
 def iterations(seconds: float, one: float) -> int:

@@ -4,7 +4,7 @@ Smaller tensors share a dense vector, which takes more bytes and fewer calls of 
 exchanged as `allreduce.py` does it, with `exchange="auto"`. All sizes take turns in each round, so that what else the machine
 does falls on all of them alike. Printed are medians over the rounds, of the median of each, and the fastest and the slowest.
 
-    python benchmarks/min_numel.py --json min_numel.json         # needs root; some 5 minutes on 2 cores
+    python benchmarks/min_numel.py --json min_numel.json         # needs root; less than 10 minutes on 2 cores
 """
 
 import argparse

@@ -15,6 +15,7 @@ import allreduce  # noqa: E402
 import allreduce_grid  # noqa: E402
 import allreduce_report  # noqa: E402
 import allreduce_workers  # noqa: E402
+import min_numel  # noqa: E402
 from allreduce import grid, parse  # noqa: E402
 from allreduce_grid import BASELINE, IDEAL, ROWS, WORKLOADS, Key, entries  # noqa: E402
 from cluster import HEADERS  # noqa: E402
@@ -274,3 +275,14 @@ def test_a_report_needs_marks_and_points(tmp_path, results):
 def test_the_page_has_its_marks():
     text = (allreduce.FIGURES.parent / "README.md").read_text()
     assert text.count(allreduce_report.BEGIN) == text.count(allreduce_report.END) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ min_numel
+
+def test_rounds_of_min_numel_become_medians():
+    keys = [Key(4, rate, "resnet50", "topk:min_numel=1024") for rate in ("1gbit", "10gbit")]
+    rounds = {key: [point(key, factor * seconds, wire_bytes=2e6, exchanges={kind: 76, "dense": 85})
+                    for seconds, kind in ((0.3, "sra"), (0.1, "allgather"), (0.2, "sra"))] for key, factor in zip(keys, (1, 9))}
+    table = min_numel.table("1gbit", rounds)
+    assert [list(column.cells) for column in table.columns] == [
+        ["topk:min_numel=1024"], ["76 of 161"], ["allgather, sra"], ["2.00"], ["200"], ["100 … 300"]]
