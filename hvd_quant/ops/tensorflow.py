@@ -471,7 +471,7 @@ def randomk_decode(total: tf.Tensor, grad: tf.Tensor, residual: tf.Variable | No
     """The mean of what :func:`randomk_encode` made, and whether it was finite; if so, e = v but 0 at ``index``; a
     ``DataLossError`` if workers don't have the same ``index``."""
     mark, square = tf.unstack(tf.cast(total[-2:], tf.float64))
-    alike = mark * mark == tf.cast(world, tf.float64) * square
+    alike = tf.equal(mark * mark, tf.cast(world, tf.float64) * square)  # == is another thing in graphs of TensorFlow 1
     total, place = require(total[:-2], tf.where(alike, "", APART.format(name=name))), index[:, None]
 
     def landed() -> tf.Tensor:
