@@ -12,7 +12,7 @@ import hvd_quant.torch as hvd
 from hvd_quant import Compression, TensorInfo, exchange, get_compressor
 from hvd_quant.ops import generic
 from hvd_quant.torch.reducer import Reducer
-from tests.conftest import CODECS, ERROR_FEEDBACK, LINEAR
+from tests.conftest import CODECS, ERROR_FEEDBACK
 from tests.parallel.torch_workers import (
     RANK,
     WORLD,
@@ -35,7 +35,7 @@ def test_the_workers_have_the_kernels_that_this_launch_wants():
         assert len(set(levels)) == 1
 
 
-@every(CODECS | LINEAR)
+@every(CODECS)
 def test_replicas_are_bit_identical(compressor):
     model = network()
     optimizer = wrap(model, compressor)
@@ -125,7 +125,7 @@ def test_a_void_step_returns_the_residual(compressor):
     assert reducer.stats.void_tensors == 1
 
 
-@every(CODECS | LINEAR)
+@every(CODECS)
 def test_nothing_is_bypassed_in_silence(compressor):
     model = network()
     optimizer = wrap(model, dataclasses.replace(compressor, min_numel=1000))
@@ -141,7 +141,7 @@ def test_nothing_is_bypassed_in_silence(compressor):
     assert stats["encode_seconds"] >= 0 and stats["wait_seconds"] > 0 and stats["decode_seconds"] >= 0
 
 
-@every(CODECS | LINEAR)
+@every(CODECS)
 def test_the_optimizers_own_state_keeps_its_layout(compressor):
     model, plain = network(), network()
     optimizer = wrap(model, compressor, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -161,7 +161,7 @@ def test_the_optimizers_own_state_keeps_its_layout(compressor):
     optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
 
 
-@every(CODECS | LINEAR)
+@every(CODECS)
 def test_resuming_from_a_checkpoint_is_bit_for_bit(compressor):
     def fresh():
         model = network()
