@@ -8,7 +8,7 @@ WORD = 2**32 - 1
 
 
 def key(seed, name):
-    return int.from_bytes(hashlib.blake2b(f"{seed} 0 {name}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(repr((seed, 0, name)).encode(), digest_size=8).digest(), "little")
 
 
 def mix(x):

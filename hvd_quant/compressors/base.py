@@ -63,14 +63,19 @@ class TensorInfo:
         return self.at(numel=stop - start, range=(start, stop))
 
     def key(self, seed: int) -> int:
-        """64 bits for a random code to start from, the same on all workers and at all steps."""
-        return int.from_bytes(hashlib.blake2b(f"{seed} {self.seed} {self.name}".encode(), digest_size=8).digest(), "little")
+        """64 bits for a random code to start from, as a signed number, the same on all workers and at all steps."""
+        return _hash(seed, self.seed, self.name)
 
     def at(self, **known: Any) -> TensorInfo:
         """The record with other values. (``dataclasses.replace`` takes many times as long, for hundreds of ranges a step.)"""
         record = object.__new__(type(self))
         vars(record).update(vars(self), **known)
         return record
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash(*parts: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass(frozen=True, kw_only=True)

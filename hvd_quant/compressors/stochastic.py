@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +29,4 @@ class Stochastic(Compressor):
 
     def draw(self, info: TensorInfo) -> tuple[int, int, Any, Any, int]:
         """What ``ops.noise`` takes of a range: stream, first, step, rank, phase."""
-        return _stream(self.seed, info.seed, info.name), info.range[0], info.step, info.rank, info.phase
-
-
-@functools.lru_cache(maxsize=4096)
-def _stream(*parts: Any) -> int:
-    """A hash of 64 bits, as a signed number."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little", signed=True)
+        return info.key(self.seed), info.range[0], info.step, info.rank, info.phase

@@ -871,7 +871,7 @@ def _stretches(matrix: Array) -> list[slice]:
     return [slice(first, first + each) for first in range(0, rows, each)]
 
 
-def _mix(x: Any) -> Any:
+def _scramble(x: Any) -> Any:
     """32 bits to 32 others (Wellons's lowbias32), of integers and of int64 arrays."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD
     x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
@@ -881,8 +881,8 @@ def _mix(x: Any) -> Any:
 def draw(key: int, step: int, count: int, like: Array) -> Array:
     """``count`` random numbers of 32 bits, int64, that a key of 64 bits and the step decide."""
     xp = array_namespace(like)
-    i = xp.arange(count, dtype=xp.int64, device=device(like))
-    return _mix(_mix(i ^ (key & _WORD)) + _mix(int(step) & _WORD ^ (key >> 32)) & _WORD)
+    i, key = xp.arange(count, dtype=xp.int64, device=device(like)), key % 2**64
+    return _scramble(_scramble(i ^ (key & _WORD)) + _scramble(int(step) & _WORD ^ (key >> 32)) & _WORD)
 
 
 def strata(grad: Array, count: int, key: int, step: int) -> Array:
@@ -988,7 +988,7 @@ def _normal(xp: Any, where: Any, shape: tuple[int, int], key: int) -> Array:
 
 def normal(shape: tuple[int, ...], key: int) -> np.ndarray:
     """Normally distributed numbers, fp32, that the key decides."""
-    return np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32)
+    return np.random.Generator(np.random.Philox(key=key % 2**64)).standard_normal(shape, np.float32)
 
 
 def powersgd_left(matrix: Matrix, q: Array) -> Array:

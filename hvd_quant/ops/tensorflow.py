@@ -435,7 +435,7 @@ def zero_where(sent: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 _WORD = 0xFFFFFFFF
 
 
-def _mix(x: tf.Tensor) -> tf.Tensor:
+def _scramble(x: tf.Tensor) -> tf.Tensor:
     shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
     x = tf.bitwise.bitwise_and(xor(x, shift(x, 16)) * 0x7FEB352D, _WORD)
     x = tf.bitwise.bitwise_and(xor(x, shift(x, 15)) * 0x846CA68B, _WORD)
@@ -444,9 +444,10 @@ def _mix(x: tf.Tensor) -> tf.Tensor:
 
 def draw(key: int, step: Any, count: int) -> tf.Tensor:
     """``count`` random numbers of 32 bits, int64, that a key of 64 bits and the step decide."""
+    key %= 2**64
     i, step = tf.range(count, dtype=tf.int64), tf.bitwise.bitwise_and(tf.cast(step, tf.int64), _WORD)
-    mixed = _mix(tf.bitwise.bitwise_xor(i, key & _WORD)) + _mix(tf.bitwise.bitwise_xor(step, key >> 32))
-    return _mix(tf.bitwise.bitwise_and(mixed, _WORD))
+    mixed = _scramble(tf.bitwise.bitwise_xor(i, key & _WORD)) + _scramble(tf.bitwise.bitwise_xor(step, key >> 32))
+    return _scramble(tf.bitwise.bitwise_and(mixed, _WORD))
 
 
 def strata(grad: tf.Tensor, count: int, key: int, step: Any) -> tf.Tensor:
