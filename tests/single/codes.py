@@ -31,7 +31,7 @@ class Codec:
     def __repr__(self):
         settings = {"onebit": [self.block_size, "zeros" * self.zeros], "signsgd": [self.block_size, "zeros" * self.zeros],
                     "qsgd": [self.bits, self.norm, self.block_size], "terngrad": [self.clip],
-                    "blockwise8": [self.code, self.block_size], **dict.fromkeys(_SPARSE, [self.ratio, self.values])}
+                    "blockwise8": [self.code, self.block_size], **{name: [self.ratio, self.values] for name in _SPARSE}}
         return "-".join(map(str, filter(bool, [self.name, *settings.get(self.name, [])])))
 
     def measure(self, backend, grad, residual, step=3):

@@ -216,7 +216,7 @@ def test_sizes(spec, least):
 def test_signs_decode_to_the_mean_magnitude(backend):
     g = normal(3000)
     g[::2] = 0
-    for spec, counted in (("signsgd", g != 0), ("signsgd:zeros=false", g == g)):
+    for spec, counted in (("signsgd", g != 0), ("signsgd:zeros=false", np.isfinite(g))):
         worker = Worker(get_compressor(spec), backend, 3000)
         decoded = worker.decode(worker.encode(g))
         for a, b in ((0, 2048), (2048, 3000)):
