@@ -16,10 +16,10 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
     "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_*", {}),
-    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_*", {}),
-    "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_*", {}),
+    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
+    "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
-    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[it]*", {}),
+    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_t*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "keras-4": ("tensorflow", "gloo", 4, "mixed", "keras_a*", {}),
