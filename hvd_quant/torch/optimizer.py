@@ -67,6 +67,9 @@ def DistributedOptimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS can't be distributed: its closure may run a different number of times on each worker, so "
                          "their exchanges would not pair up; use another optimizer")
+    if hasattr(optimizer, "average"):
+        raise ValueError("a model-averaging optimizer takes each worker's own gradients: give DistributedOptimizer the one that it was "
+                         "made from")
     if isinstance(compression, Bound):
         raise TypeError("a bound compressor is for Horovod's own optimizer; pass the compressor itself: compression="
                         f"{compression.compressor.spec!r}")

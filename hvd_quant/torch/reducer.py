@@ -140,9 +140,10 @@ class Reducer:
                             "leave it out of the optimizer, or use compression='none'")
         info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
         self._workers(compressor)  # all workers are here when they wrap their optimizers
-        if network.ELASTIC and compressor.dense_steps:
+        if network.ELASTIC and (compressor.dense_steps or compressor.averaging or len(compressor.stages()) > 1):
             raise ValueError(f"{compressor.spec}: a worker that joins an elastic job has not counted the others' steps, so it can't "
-                             "know when their warm-up ends; use warmup=0 there, and error feedback as memory")
+                             "know when a warm-up or a stage ends or parameters are averaged; use warmup=0, schedule=none, no merge, "
+                             "and error feedback as memory there")
         self._slots[name] = Slot(p, compressor, info, index, {}, (0, info.numel))
 
     # ------------------------------------------------------------------------------------------------- from the hooks
@@ -481,11 +482,14 @@ class Reducer:
             shapes |= {OWNER + key: shape for key, shape in of_owner.items()}
         if slot.owned not in ((0, 0), owned):
             kept = slot.state.pop(f"{OWNER}residual", None)
+            a, b = slot.owned
             if kept is not None and "residual" in slot.state:
                 # An owner keeps means, and of this worker's residual a mean gets one part in `world`.
-                a, b = slot.owned
                 slot.state["residual"][a - first:b - first].add_(kept, alpha=info.world)
                 slot.kept = True
+            elif kept is not None and "estimate" in slot.state:
+                # It is missing from the mean of the estimates, as if this worker's were that much smaller.
+                slot.state["estimate"][a - first:b - first].sub_(kept, alpha=info.world)
         slot.owned = owned
         old, slot.state = slot.state, {}
         for key, shape in shapes.items():

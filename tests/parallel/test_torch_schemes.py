@@ -93,6 +93,36 @@ def test_training_resumes_bit_for_bit(spec, tmp_path):
 
 
 @two
+def test_what_an_owner_has_kept_reaches_the_estimates():
+    """When a job goes on without owners, the mean of the estimates is the mean gradient that all have summed up."""
+    shape = (70, 60)
+
+    def made(exchange):
+        p = torch.nn.Parameter(torch.zeros(shape))
+        return p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("w", p)], f"onebit:memory=ef21,min_numel=0,exchange={exchange}")
+
+    p, optimizer = made("sra")
+    for step in range(4):
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + RANK))
+        optimizer.step()
+    state = optimizer.compression_state_dict()
+    _, other = made("allgather")
+    other.load_compression_state_dict(state)
+    kept = other.compression_state_dict()["tensors"]["w"]["state"]
+    assert "owner.residual" not in kept
+    torch.testing.assert_close(on_all(kept["estimate"]).mean(0), kept["mean"], rtol=0, atol=1e-5)
+    assert not torch.allclose(on_all(state["tensors"]["w"]["state"]["estimate"]).mean(0), kept["mean"], rtol=0, atol=1e-3)
+
+
+@two
+def test_a_model_averaging_optimizer_is_not_distributed_again():
+    model = network()
+    averaging = hvd.ModelAveragingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), every=4)
+    with pytest.raises(ValueError, match="give DistributedOptimizer the one that it was made from"):
+        wrap(model, "none", averaging)
+
+
+@two
 def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
     """Small tensors, all tensors in the warm-up, and those of one worker alone."""
     for spec, min_numel, nesterov in (("topk:momentum=0.9", 10**6, False), ("topk:momentum=0.9,nesterov=true,warmup=9", 0, True)):

@@ -286,3 +286,36 @@ def test_rounds_of_min_numel_become_medians():
     table = min_numel.table("1gbit", rounds)
     assert [list(column.cells) for column in table.columns] == [
         ["topk:min_numel=1024"], ["76 of 161"], ["allgather, sra"], ["2.00"], ["200"], ["100 … 300"]]
+
+
+def test_the_parts_of_powersgd_make_up_its_time():
+    torch = pytest.importorskip("torch")
+    powersgd = pytest.importorskip("powersgd", exc_type=ImportError)
+    compressor, info = powersgd.Compression.powersgd(rank=2), powersgd.TensorInfo.whole("w", (300, 200), world=1)
+    state = {key: torch.zeros(shape) for key, shape in compressor.state_shapes(info).items()}
+    grad, timed = torch.randn(info.numel), powersgd.Timed()
+    given = grad.clone()
+    whole = powersgd.step(timed, compressor, grad, state, info)
+    assert all(timed.seconds.values()) and sum(timed.seconds.values()) <= whole
+    torch.testing.assert_close(grad + state["residual"], given, rtol=0, atol=1e-4)
+
+
+def test_the_table_of_schemes():
+    schemes = pytest.importorskip("schemes", exc_type=ImportError)
+    tests = [{"step": 100, "accuracy": 0.9, "wire_bytes": 5}, {"step": 200, "accuracy": 0.976, "wire_bytes": 10}]
+    runs = [{"row": row, "seed": seed, "epochs": 4, "accuracy": 0.97 + 0.001 * seed, "wire_bytes": 10, "dense_bytes": 40,
+             "tests": tests[:1 + (row == "none")]} for row in ("topk", "none") for seed in (1, 2, 3)]
+    assert schemes.report(runs).splitlines()[2:] == [
+        "| `none` | 97.20 % | 97.10 … 97.30 |  |  | 200 |", "| `topk` | 97.20 % | 97.10 … 97.30 | +0.00 | 4.0 × | – |"]
+    left = schemes.missing(schemes.ROWS[:2], [1, 4], 4, [{**run, "row": "none"} for run in runs])
+    assert [(row.name, seed) for row, seed in left] == [("fp16", 1), ("none", 4), ("fp16", 4)]
+
+
+def test_every_compressor_and_scheme_has_a_row():
+    schemes = pytest.importorskip("schemes", exc_type=ImportError)
+    from hvd_quant import get_compressor, list_compressors
+    from hvd_quant.registry import compressor_class
+    specs = [get_compressor(row.spec) for row in schemes.ROWS]
+    assert {spec.name for spec in specs} >= {name for name in list_compressors() if compressor_class(name).__module__.startswith("hvd_quant.")}
+    assert {spec.merge for spec in specs} == {"none", "sum", "replace", "error"} and any(spec.momentum for spec in specs)
+    assert any(row.every for row in schemes.ROWS) and any(row.outer for row in schemes.ROWS)
