@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_quant import wire
-from hvd_quant.compressors.base import Compressor, TensorInfo
-from hvd_quant.ops import layout
+from hvd_quant.compressors.signs import Signs
 from hvd_quant.registry import register
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class OneBit(Compressor):
+class OneBit(Signs):
     """One bit an entry and two levels a block; about 1/32 of fp32.
 
     v = g + e; an entry with v >= 0 decodes to the mean of the block's v >= 0, another to the mean of its v < 0;
@@ -30,20 +28,7 @@ class OneBit(Compressor):
 
     name = "onebit"
     native = True
-    block_size: int = 2048
-    zeros: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("block_size", layout.BLOCK_SIZES, layout.is_block_size)
-        self.require("zeros", "True or False", lambda x: isinstance(x, bool))
-
-    @property
-    def range_multiple(self) -> int:
-        return self.block_size
-
-    def payload_bytes(self, info: TensorInfo) -> int:
-        return wire.HEADER_BYTES + wire.padded(layout.onebit_body_bytes(info.numel, self.block_size, self.zeros))
+    levels = 2
 
     def encode(self, ops, grad, state, params, info):
         return ops.onebit_encode(grad, state.get("residual"), self.block_size, self.zeros)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_quant import wire
-from hvd_quant.compressors.base import Compressor, TensorInfo
-from hvd_quant.ops import layout
+from hvd_quant.compressors.signs import Signs
 from hvd_quant.registry import register
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class SignSGD(Compressor):
+class SignSGD(Signs):
     """A sign an entry and one magnitude a block; about 1/16 of fp32, 1/32 without ``zeros``.
 
     v = g + e; an entry decodes to the block's mean \\|v\\| with the sign of v; e = v - decoded.
@@ -29,20 +27,8 @@ class SignSGD(Compressor):
 
     name = "signsgd"
     native = True
-    block_size: int = 2048
+    levels = 1
     zeros: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("block_size", layout.BLOCK_SIZES, layout.is_block_size)
-        self.require("zeros", "True or False", lambda x: isinstance(x, bool))
-
-    @property
-    def range_multiple(self) -> int:
-        return self.block_size
-
-    def payload_bytes(self, info: TensorInfo) -> int:
-        return wire.HEADER_BYTES + wire.padded(layout.onebit_body_bytes(info.numel, self.block_size, self.zeros, levels=1))
 
     def encode(self, ops, grad, state, params, info):
         return ops.signsgd_encode(grad, state.get("residual"), self.block_size, self.zeros)

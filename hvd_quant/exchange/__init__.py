@@ -18,7 +18,8 @@ def choose(compressor: Compressor, info: TensorInfo, mpi: bool = False) -> str:
     warm-up, and all where there is one worker. The choice depends only on what is the same on all workers.
 
     Arguments:
-        compressor: of its stages, that of ``info.step`` counts; where its exchange is "auto", :func:`hvd_quant.exchange.cost.decide` chooses for this tensor alone.
+        compressor: of its stages, that of ``info.step`` counts. Where its exchange is "auto",
+            :func:`hvd_quant.exchange.cost.decide` chooses for this tensor alone.
         mpi: whether the collectives may run over MPI.
 
     Raises:

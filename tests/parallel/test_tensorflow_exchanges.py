@@ -15,7 +15,7 @@ from hvd_quant.exchange import cost, ranges
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.reducer import Reducer
 from tests.conftest import CODECS
-from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, every, on_all, routes, train
+from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, every, on_all, routes
 
 SIZES = [(1,), (7,), (255,), (257,), (50, 100), (70_000,)]
 ROUTES = {**routes(CODECS), **{spec: get_compressor(spec) for spec in (
