@@ -27,6 +27,8 @@ from tests.parallel.torch_workers import (
 @pytest.mark.parametrize("how", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 3.0}, {"groups": 2},
                                  {"backward_passes_per_step": 2}], ids=str)
 def test_the_stock_optimizer_gives_the_same_numbers(compressor, how):
+    if WORLD > 2 and compressor.name not in ("onebit", "qsgd", "topk"):
+        pytest.skip("two workers tell as much")
     ours, theirs = network(), network()
     optimizer = wrap(ours, compressor, **how)
     bound = compressor.bind(theirs.named_parameters())
