@@ -5,6 +5,7 @@ ranges, whose capacities would come in.
 """
 
 import dataclasses
+import hashlib
 import math
 
 import numpy as np
@@ -25,6 +26,7 @@ class Scheme:
     ratio: float = 0.1
     tau: float = 0.5
     block: int = 64
+    values: str = "float32"
     memory: str = "error_feedback"
     warmup: int = 0
     merge: str = "none"
@@ -53,10 +55,11 @@ class Scheme:
 
     @property
     def spec(self):
-        knobs = {"onebit": {"block_size": self.block}, "topk": {"ratio": self.ratio}, "threshold": {"tau": self.tau, "capacity": 1.0},
-                 "adaptive": {"ratio": self.ratio}}[self.code]
+        knobs = {"topk": {"ratio": self.ratio, "values": self.values}, "threshold": {"tau": self.tau, "capacity": 1.0},
+                 "adaptive": {"ratio": self.ratio}, "blockwise8": {"block_size": self.block, "code": "linear"},
+                 "terngrad": {}, "natural": {}}.get(self.code, {"block_size": self.block})
         common = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-                  if f.name not in ("code", "ratio", "tau", "block") and (getattr(self, f.name) != f.default or f.name == "exchange")}
+                  if f.name not in ("code", "ratio", "tau", "block", "values") and (getattr(self, f.name) != f.default or f.name in ("exchange", "memory"))}
         return f"{self.code}:min_numel=0," + ",".join(f"{k}={v}" for k, v in (knobs | common).items())
 
 
@@ -96,8 +99,77 @@ def onebit(v, block):
     return out
 
 
-def require_clear(distance):
-    if np.any(abs(distance) < NEAR):
+def signs(v, values):
+    """What is left of values that are kept: their mean magnitude, or that of those above, and of those below it."""
+    a, kept = abs(v).astype(np.float64), v != 0
+    mean = a[kept].mean()
+    if values == "sign":
+        return np.where(kept, np.sign(v) * np.float32(mean), 0).astype(np.float32)
+    require_clear(a[kept] - mean)
+    upper = kept & (a > mean)
+    lower = kept & ~upper
+    return (np.sign(v) * np.where(upper, np.float32(a[upper].mean()), np.float32(a[lower].mean()) * lower)).astype(np.float32)
+
+
+def signsgd(v, block):
+    """The mean magnitude of each block, with the sign."""
+    require_clear(v)
+    out = np.empty_like(v)
+    for i in range(0, v.size, block):
+        part = v[i:i + block]
+        out[i:i + block] = np.sign(part) * np.float32(abs(part).mean(dtype=np.float64))
+    return out
+
+
+def levels(v, block, steps, u):
+    """Each entry as a multiple of its block's largest over ``steps``, the next one where what is over exceeds u."""
+    out = np.empty_like(v)
+    for i in range(0, v.size, block):
+        part = v[i:i + block]
+        out[i:i + block] = levels_below(part, abs(part).max(), steps, u[i:i + block])
+    return out
+
+
+def levels_below(v, largest, steps, u):
+    x = np.minimum(abs(v).astype(np.float64) * steps / largest, steps)
+    over = x - np.floor(x)
+    require_clear(over - u, 2e-7 * np.maximum(x, 1))  # what fp32 leaves of x
+    return (np.sign(v) * (np.floor(x) + (over > u)) * np.float32(largest / np.float32(steps))).astype(np.float32)
+
+
+def terngrad(v, u):
+    """Clipped to 2.5 standard deviations: the largest then, or 0."""
+    largest = np.float32(min(float(abs(v).max()), 2.5 * float(v.std(dtype=np.float64))))
+    return levels_below(v, largest, 1, u)
+
+
+def natural(v, h):
+    """A power of two, the next one where the digits and 23 random bits make up a whole."""
+    a = np.where(v == 0, 1, abs(v)).astype(np.float64)
+    power = np.exp2(np.floor(np.log2(a)))
+    digits = ((a / power - 1) * 2**23).astype(np.int64)
+    return (np.sign(v) * power * np.where(digits + (h >> 9) >= 2**23, 2, 1)).astype(np.float32)
+
+
+def random_bits(name, step, rank, phase, first, numel):
+    """32 bits an entry, as docs/payloads.md has them."""
+    word, half = 2**64 - 1, 2**32 - 1
+    key = int.from_bytes(hashlib.blake2b(repr((0, 0, name)).encode(), digest_size=8).digest(), "little")
+    for one in (step, rank, phase):
+        key = (key ^ one) + 0x9E3779B97F4A7C15 & word
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & word
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & word
+        key ^= key >> 31
+    x = np.arange(first, first + numel, dtype=np.int64) ^ (key & half)
+    x = (x ^ x >> 17) * 0xED5AD4BB & half
+    x = (x ^ x >> 11) + (key >> 32) & half
+    x = x * 0xAC4C1B51 & half
+    x = (x ^ x >> 15) * 0x31848BAB & half
+    return x ^ x >> 14
+
+
+def require_clear(distance, near=NEAR):
+    if np.any(abs(distance) < near):
         raise NearADecision
 
 
@@ -105,11 +177,12 @@ class Simulation:
     """The workers' gradients of one tensor, step by step.
 
     Arguments:
-        index: the tensor's place among the tensors, which decides who owns which range.
+        name: the tensor's, on which random numbers depend.
+        index: its place among the tensors, which decides who owns which range.
     """
 
-    def __init__(self, scheme, numel, workers, index, summed=False):
-        self.scheme, self.n, self.summed, self.step = scheme, workers, summed, 0
+    def __init__(self, scheme, name, numel, workers, index, summed=False):
+        self.scheme, self.name, self.n, self.summed, self.step = scheme, name, workers, summed, 0
         names = ("residual", "velocity", "estimate", "mean", "average")
         self.states = [{name: np.zeros(numel, np.float32) for name in names} for _ in range(workers)]
         blocks, bounds = -(-numel // scheme.block), [0]
@@ -118,10 +191,15 @@ class Simulation:
         self.ranges = [slice(bounds[(r + index) % workers], bounds[(r + index) % workers + 1]) for r in range(workers)]
         self.owned = [np.zeros(range_.stop - range_.start, np.float32) for range_ in self.ranges]
 
-    def code(self, v):
+    def code(self, v, rank, phase=0, first=0):
         s, ratio = self.scheme, self.scheme.ratio_at(self.step)
-        return {"topk": lambda: topk(v, ratio), "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
-                "adaptive": lambda: adaptive(v, ratio)}[s.code]()
+        h = random_bits(self.name, self.step, rank, phase, first, v.size)
+        u = ((h >> 8) | 1) * 2.0**-24
+        return {"topk": lambda: topk(v, ratio) if s.values == "float32" else signs(topk(v, ratio), s.values),
+                "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
+                "adaptive": lambda: adaptive(v, ratio), "signsgd": lambda: signsgd(v, s.block),
+                "blockwise8": lambda: levels(v, s.block, 127, np.full(v.size, 0.5)), "qsgd": lambda: levels(v, s.block, 7, u),
+                "terngrad": lambda: terngrad(v, u), "natural": lambda: natural(v, h)}[s.code]()
 
     def mean(self, vectors):
         """Added up in the order of ranks, times the fp32 value of 1 / n."""
@@ -135,10 +213,11 @@ class Simulation:
         if self.scheme.exchange == "allgather":
             return self.mean(sent)
         out = np.empty_like(sent[0])
-        for range_, residual in zip(self.ranges, self.owned):
+        for owner, (range_, residual) in enumerate(zip(self.ranges, self.owned)):
             v = self.mean([vector[range_] for vector in sent]) + residual
-            out[range_] = self.code(v) if v.size else v
-            residual[:] = v - out[range_]
+            out[range_] = self.code(v, owner, 1, range_.start) if v.size else v
+            if self.scheme.memory != "none":
+                residual[:] = v - out[range_]
         return out
 
     def reduce(self, gradients, parameters):
@@ -173,13 +252,13 @@ class Simulation:
                     state["estimate"], state["mean"] = g, mean
             return [mean * f(factor)] * self.n
         sent = []
-        for g, state in zip(given, self.states):
+        for rank, (g, state) in enumerate(zip(given, self.states)):
             if s.memory == "error_feedback":
                 v = g + state["residual"]
-                sent.append(self.code(v))
+                sent.append(self.code(v, rank))
                 state["residual"] = v - sent[-1]
             else:
-                sent.append(self.code(g - state["estimate"]))
+                sent.append(self.code(g - state["estimate"], rank))
         mean = self.exchange(sent)
         results = []
         for g, state, own in zip(gradients, self.states, sent):
@@ -200,6 +279,11 @@ class Simulation:
 SCHEMES = [
     Scheme(code="topk"), Scheme(code="onebit"), Scheme(code="threshold"), Scheme(code="adaptive"),
     Scheme(code="onebit", exchange="sra"), Scheme(code="topk", memory="none"),
+    Scheme(code="topk", values="sign"), Scheme(code="topk", values="2bit"),
+    Scheme(code="signsgd", exchange="sra"), Scheme(code="blockwise8"), Scheme(code="blockwise8", exchange="sra"),
+    Scheme(code="qsgd", memory="none"), Scheme(code="qsgd", memory="none", exchange="sra"), Scheme(code="qsgd"),
+    Scheme(code="terngrad", memory="none"), Scheme(code="natural", memory="none"),
+    Scheme(code="natural", memory="none", exchange="sra", block=256),  # of which its ranges are multiples
     Scheme(code="topk", momentum=0.9), Scheme(code="topk", momentum=0.9, nesterov=True, warmup=3),
     Scheme(code="adaptive", momentum=0.5, clip_norm=20.0, weight_decay=0.01),
     Scheme(code="onebit", momentum=0.9, exchange="sra"),
@@ -223,7 +307,7 @@ def train(scheme, shapes, workers, steps, summed=False, lr=0.1):
     for seed in range(100):
         try:
             random = np.random.default_rng(seed)
-            simulations = {name: Simulation(scheme, math.prod(shape), workers, i, summed) for i, (name, shape) in enumerate(shapes.items())}
+            simulations = {name: Simulation(scheme, name, math.prod(shape), workers, i, summed) for i, (name, shape) in enumerate(shapes.items())}
             parameters = {name: [np.zeros(math.prod(shape), np.float32)] * workers for name, shape in shapes.items()}
             history = []
             for step in range(1, steps + 1):
