@@ -67,7 +67,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS can't be distributed: its closure may run a different number of times on each worker, so "
                          "their exchanges would not pair up; use another optimizer")
-    if hasattr(optimizer, "average"):
+    if hasattr(optimizer, "_averager"):
         raise ValueError("a model-averaging optimizer takes each worker's own gradients: give DistributedOptimizer the one that it was "
                          "made from")
     if isinstance(compression, Bound):

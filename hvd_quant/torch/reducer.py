@@ -444,7 +444,7 @@ class Reducer:
 
         def seconds(policy: str) -> float:
             rehearsal = Reducer(parameters.items(), self._select, self.op, self.predivide, self.process_set, self._bucket_bytes)
-            rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, self._order, self._costs
+            rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, list(examples), self._costs
             rehearsal._policy, rehearsal._settled, times = policy, True, []
             for slot in rehearsal._slots.values():
                 slot.step = max(slot.compressor.dense_steps, slot.compressor.stages()[-1][0])
