@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hvd_quant.compressors.base import Compressor
-from hvd_quant.registry import resolve, selector
+from hvd_quant.registry import get_compressor, resolve, selector
 
 Every = int | Callable[[int], int]
 """Local steps between two averagings: a number, or a function from the steps taken so far to that of the next interval."""
@@ -52,7 +52,7 @@ def checked_compression(compression: Any, elastic: bool) -> Compressor | Mapping
 
     Raises:
         TypeError, ValueError: for none, and for one in Horovod's style, which keeps nothing between steps.
-        ValueError: in an elastic job.
+        ValueError: in an elastic job, and for a merge or momentum correction, which are of gradients.
     """
     if elastic:
         raise ValueError("ModelAveragingOptimizer can't be used in an elastic job: a worker that joins has not counted the "
@@ -62,6 +62,10 @@ def checked_compression(compression: Any, elastic: bool) -> Compressor | Mapping
         raise TypeError(f"compression={compression!r} is not accepted: give a compressor such as Compression.topk(ratio=0.01), "
                         "a spec string, or a mapping from patterns of names to these")
     selector(compression)  # raises for what can't be in a mapping
+    for one in map(get_compressor, compression.values() if isinstance(compression, Mapping) else [compression]):
+        if one.averaging or one.momentum:
+            raise ValueError(f"{one.spec} can't be used in ModelAveragingOptimizer: a merge would let the averaged models differ, and "
+                             "momentum is the inner or the outer optimizer's; give the code alone")
     return compression
 
 

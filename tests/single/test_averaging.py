@@ -143,3 +143,14 @@ def test_what_can_not_work_is_refused_in_keras(monkeypatch):
     monkeypatch.setattr(network, "ELASTIC", True)
     with pytest.raises(ValueError, match="ModelAveragingOptimizer can't be used in an elastic job: a worker that joins"):
         wrap()
+
+
+@pytest.mark.parametrize("compression", ["topk:merge=sum", "topk:momentum=0.9", "onebit:average_every=5", {"*.weight": "topk:merge=error"}])
+def test_what_is_of_gradients_is_refused(compression):
+    with pytest.raises(ValueError, match="can't be used in ModelAveragingOptimizer: a merge would let the averaged models differ"):
+        averaging.checked_compression(compression, elastic=False)
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit", "topk:memory=ef21", {"*.weight": "qsgd"}])
+def test_codes_are_accepted(compression):
+    averaging.checked_compression(compression, elastic=False)
