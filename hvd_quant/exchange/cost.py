@@ -177,7 +177,7 @@ class Workers(Protocol):
 
 
 def measure(workers: Workers, compressors: Iterable[Compressor]) -> Costs:
-    """Measure the network and the machine, together with all workers; about a second.
+    """Measure the network and the machine, together with all workers; some seconds.
 
     Arguments:
         compressors: those whose codes are timed, in the same order on all workers.
