@@ -2,7 +2,8 @@
 
 Timed is the way from "the gradients are there" to "the reduced gradients are there", without backward pass and optimizer.
 The workers, one a host of a `Cluster`, start together behind a barrier; an iteration takes as long as its slowest worker.
-Gradients are random normal, others on each worker and in each iteration, and written before the clock starts.
+Gradients are random normal, others on each worker and in each iteration, and written before the clock starts. All ways in which
+one of our codes travels take turns, so that they meet the same machine.
 
 Frameworks are launched one after the other, since Horovod's thread would talk while DDP is timed. The rates of the links
 are changed while the workers wait for commands.
@@ -14,6 +15,7 @@ are changed while the workers wait for commands.
 """
 
 import argparse
+import collections
 import importlib.metadata
 import json
 import math
@@ -34,6 +36,7 @@ from allreduce_grid import (
     WORKLOADS,
     Key,
     Point,
+    contests_of,
     entries,
     framework,
     in_default_grid,
@@ -51,6 +54,7 @@ SLOW = 2.0  # seconds of an iteration
 # codes for "auto", once for a code and a rate, of an iteration's barrier, and of writing an entry of its gradients.
 LAUNCH, CALIBRATION, BARRIER, WRITING = 3.0, 1.25, 5e-3, 1e-9
 SETUP = 0.7  # seconds of a point
+TURNS = 5  # that each competitor of a contest gets
 REHEARSALS = 15  # exchanges, of three plans that "auto" tries
 
 
@@ -110,27 +114,34 @@ def listing(keys: Sequence[Key], points: Sequence[Point], seconds: float) -> Tab
     return table
 
 
-def summary(answers: Sequence[tuple[list[dict[str, float]], dict[str, Any]]]) -> dict[str, Any]:
-    """The figures of a point from what all workers measured in each iteration.
+def summary(rounds: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
+    """The figures of a point from what all workers measured, iteration by iteration.
 
     An iteration's time is its slowest worker's, other figures are means over the workers; then medians over the iterations.
     """
-    rounds = list(zip(*(samples for samples, _ in answers)))
     times = [max(sample["seconds"] for sample in samples) for samples in rounds]
     low, median, high = statistics.quantiles(times, n=4)
-    figures = {"iterations": len(times), "seconds": median, "quartiles": [low, high], **answers[0][1]}
+    figures = {"iterations": len(times), "seconds": median, "quartiles": [low, high]}
     for key in rounds[0][0].keys() - {"seconds"}:
         figures[key] = statistics.median(statistics.fmean(sample[key] for sample in samples) for samples in rounds)
     return figures
 
 
-def measure(cluster: Cluster, workers: Workers, key: Key, seconds: float) -> Point:
-    """One point: warm up, then as many iterations as there are to be."""
-    count = iterations(seconds, max(workers.ask("prepare", key.row, key.workload)))
-    before = cluster.bytes_sent()
-    answers = workers.ask("measure", count)
-    link_bytes = statistics.fmean(after - first for after, first in zip(cluster.bytes_sent(), before)) / count
-    return {**key._asdict(), **summary(answers), "link_bytes": link_bytes}
+def measure(cluster: Cluster, workers: Workers, keys: Sequence[Key], seconds: float) -> list[Point]:
+    """The points of a contest: warm all of them up, then let them take turns."""
+    workers.ask("clear")
+    each = [max(workers.ask("prepare", key.row, key.workload)) for key in keys]
+    count = iterations(seconds, statistics.fmean(each))
+    samples: list[list[Any]] = [[] for _ in keys]  # of each, those of all workers an iteration
+    sent = [0.0] * len(keys)
+    for turn in range(TURNS):
+        if share := count * (turn + 1) // TURNS - count * turn // TURNS:
+            for i in range(len(keys)):
+                before = cluster.bytes_sent()
+                samples[i] += zip(*workers.ask("measure", i, share))
+                sent[i] += statistics.fmean(after - first for after, first in zip(cluster.bytes_sent(), before))
+    return [{**key._asdict(), **summary(samples[i]), **workers.ask("facts", i)[0], "link_bytes": sent[i] / count}
+            for i, key in enumerate(keys)]
 
 
 def machine() -> dict[str, Any]:
@@ -203,14 +214,20 @@ def launch(cluster: Cluster, kind: str, keys: list[Key], seconds: float, control
         memory = workers.ask("memory", 1.0)
         facts["memory"] = {name: statistics.fmean(rates[name] for rates in memory) for name in memory[0]}
         workers.ask("pool", max(entries(key.workload) for key in keys))
-        for key in keys:
-            if cluster.rate != key.rate:
-                cluster.set_rate(key.rate)
+        contests = collections.deque(contests_of(keys))
+        while contests:
+            rivals = contests.popleft()
+            if cluster.rate != rivals[0].rate:
+                cluster.set_rate(rivals[0].rate)
                 workers.ask("forget")
             try:
-                yield {**measure(cluster, workers, key, seconds), **facts}
+                for point in measure(cluster, workers, rivals, seconds):
+                    yield {**point, **facts}
             except PointError as failure:
-                console.print(f"failed: {' '.join(map(str, key))}: {failure}", highlight=False, markup=False)
+                if len(rivals) > 1:  # each by itself, to know whose it is
+                    contests.extendleft([key] for key in reversed(rivals))
+                else:
+                    console.print(f"failed: {' '.join(map(str, rivals[0]))}: {failure}", highlight=False, markup=False)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -90,6 +90,16 @@ class Key(NamedTuple):
         return cls(*(point[name] for name in cls._fields))
 
 
+def contests_of(keys: Iterable[Key]) -> list[list[Key]]:
+    """Points that are measured in turn: of a workload, a code in all the ways in which it travels. What is not ours is measured
+    alone."""
+    contests: dict[Any, list[Key]] = {}
+    for key in keys:
+        code = key.row.removeprefix(IDEAL).removeprefix("auto:").partition(":")[0]
+        contests.setdefault((*key[:3], code), []).append(key)
+    return list(contests.values())
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -6,7 +6,21 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from allreduce_grid import BASELINE, COMPRESSED, DETAILED, IDEAL, MAIN, POWERSGD, ROWS, SQUARES, WORKLOADS, Key, Point
+from allreduce_grid import (
+    BASELINE,
+    COMPRESSED,
+    DETAILED,
+    HOROVOD_FP16,
+    IDEAL,
+    MAIN,
+    POWERSGD,
+    ROWS,
+    SQUARES,
+    WORKLOADS,
+    Key,
+    Point,
+    variants,
+)
 from cluster import HEADERS, bits_per_second
 from rich import box
 from rich.console import Console
@@ -83,6 +97,26 @@ def details(points: Index, workers: int, rate: str, workload: str, style: box.Bo
     return table
 
 
+def choices(points: Index, style: box.Box = box.HEAVY_HEAD, title: str | None = None) -> Table:
+    """What auto chose, beside the fastest of its code's exchanges and Horovod's fp32 and fp16; a cross where it took over 10 % and
+    2 ms longer."""
+    table = headed("workers, rate, workload", ("code", "fastest", "ms", "auto travelled", "auto ms", "longer", "ms longer", ""), style, title)
+    for key, chosen in points.items():
+        if not key.row.startswith("auto:"):
+            continue
+        code = key.row.removeprefix("auto:")
+        fixed = {row: points[other] for row in (*variants(code, "allgather", "sra"), BASELINE, HOROVOD_FP16)
+                 if (other := key._replace(row=row)) in points}
+        if len(fixed) > 1:
+            name, best = min(fixed.items(), key=lambda item: item[1]["seconds"])
+            longer = chosen["seconds"] - best["seconds"]
+            table.add_row(", ".join(map(str, key[:3])), code, name.removeprefix(f"{code}:exchange="), ms(best["seconds"]),
+                          ", ".join(f"{count} {kind}" for kind, count in chosen["exchanges"].items() if count), ms(chosen["seconds"]),
+                          f"{100 * longer / best['seconds']:+.0f} %", f"{1e3 * longer:+.1f}",
+                          "✗" if longer > max(0.1 * best["seconds"], 2e-3) else "")
+    return table
+
+
 def tables(results: dict[str, Any], style: box.Box = box.HEAVY_HEAD) -> Iterator[tuple[str, Table]]:
     """All tables with their titles: an overview for each number of workers and rate, then the workloads measured in detail."""
     points = {Key.of(point): point for point in results["points"]}
@@ -94,6 +128,8 @@ def tables(results: dict[str, Any], style: box.Box = box.HEAVY_HEAD) -> Iterator
             table = details(points, workers, rate, workload, style)
             if table.row_count:
                 yield f"{workload}, {workers} workers, {rate}, in detail", table
+    if (table := choices(points, style)).row_count:
+        yield "auto and the fastest fixed choice", table
 
 
 def exchanged_bytes(spec: str, numel: int, workers: int) -> float:

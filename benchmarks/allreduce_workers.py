@@ -235,7 +235,7 @@ class Worker:
             hvd.init()
             self.rank, self._kind = hvd.rank(), HorovodExchange
         self._number = self._iteration = 0
-        self._exchange: Any = None
+        self._exchanges: list[Any] = []
 
     def memory(self, seconds: float) -> dict[str, float]:
         """Bytes a second of reading two vectors and writing one, and of writing one, while the others do the same."""
@@ -260,20 +260,27 @@ class Worker:
     def pool(self, length: int) -> None:
         self._pool = Pool(length, seed=self.rank)
 
-    def prepare(self, row: str, workload: str) -> float:
-        """Set a competitor up and let it run a few times; the seconds of the last."""
-        self._exchange = None
+    def clear(self) -> None:
+        """Drop the competitors that were prepared."""
+        self._exchanges = []
         gc.collect()
-        self._number += 1
-        self._exchange = self._kind(row, WORKLOADS[workload], self._number)
-        return self.measure(warm_up(row))[0][-1]["seconds"]
 
-    def measure(self, iterations: int) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    def prepare(self, row: str, workload: str) -> float:
+        """Set one more competitor up and let it run a few times; the seconds of the last."""
+        self._number += 1
+        self._exchanges.append(self._kind(row, WORKLOADS[workload], self._number))
+        return self.measure(len(self._exchanges) - 1, warm_up(row))[-1]["seconds"]
+
+    def measure(self, index: int, iterations: int) -> list[dict[str, float]]:
+        """Let a competitor run."""
         samples = []
         for _ in range(iterations):
-            samples.append(self._exchange.iterate(self._pool, self._iteration))
+            samples.append(self._exchanges[index].iterate(self._pool, self._iteration))
             self._iteration += 1
-        return samples, self._exchange.facts()
+        return samples
+
+    def facts(self, index: int) -> dict[str, Any]:
+        return self._exchanges[index].facts()
 
 
 def work(address: str, framework: str) -> None:

@@ -31,6 +31,8 @@ _LARGE = 2**20
 _REPEATS = 5
 _LITTLE = 4096
 _TWICE = 2.0
+_REHEARSALS = range(4, 33)
+_REHEARSING = 3.0  # seconds, by which there are as many as are in them
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,11 @@ def worth_a_trial(together: list[tuple[Compressor, list[TensorInfo]]], costs: Ca
             outcomes[chosen] = seconds, policy
     least = min(seconds for seconds, _ in outcomes.values())
     return [policy for seconds, policy in outcomes.values() if seconds <= _TWICE * least]
+
+
+def rehearsals(seconds: float) -> int:
+    """How often plans are tried that take so many seconds together."""
+    return max(_REHEARSALS[0], min(_REHEARSALS[-1], round(_REHEARSING / seconds)))
 
 
 class Workers(Protocol):

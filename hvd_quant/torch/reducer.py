@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,6 @@ from hvd_quant.torch.exchanges import OWNER, Cargo, Flight, Sparse, Workers
 _log = logging.getLogger("hvd_quant")
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NONE = get_compressor("none")
-_REHEARSALS = 5
 _SHARED = 2**16
 """Dense gradients of fewer entries share one vector; copying larger ones would cost more than a collective of their own."""
 
@@ -439,30 +437,41 @@ class Reducer:
                                       lambda compressor: self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
         if len(policies) == 1:
             return policies[0]
-        parameters = {name: slot.parameter for name, slot in self._slots.items() if name in gradients}
         examples = {name: torch.randn_like(gradients[name]) for name in self._order if name in gradients}
-
-        def seconds(policy: str) -> float:
-            rehearsal = Reducer(parameters.items(), self._select, self.op, self.predivide, self.process_set, self._bucket_bytes)
-            rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, list(examples), self._costs
-            rehearsal._policy, rehearsal._settled, times = policy, True, []
-            for slot in rehearsal._slots.values():
-                slot.step = max(slot.compressor.dense_steps, slot.compressor.stages()[-1][0])
-            for _ in range(_REHEARSALS):
-                given = {name: grad.clone() for name, grad in examples.items()}
-                network.slowest([0.0], self.process_set)  # all start together
-                start = time.perf_counter()
-                for name, grad in given.items():
-                    rehearsal.ready(name, grad)
-                rehearsal.finish()
-                if grad.is_cuda:
-                    torch.cuda.synchronize(grad.device)
-                times.append(time.perf_counter() - start)
-            return statistics.median(times[1:])  # the first makes connections and memory
-
-        times = network.slowest([seconds(policy) for policy in policies], self.process_set)
+        rehearsals = self._rehearsals(policies, list(examples))
+        rounds = [network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set)]
+        for _ in range(cost.rehearsals(sum(rounds[0]))):  # in turn: what else the machine does changes with time
+            rounds.append(network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set))
+        times = [sorted(one)[len(one) // 4] for one in zip(*rounds[1:])]  # the first made connections and memory
         _log.info("exchanges were tried: %s", ", ".join(f"{policy} {1e3 * t:.1f} ms" for policy, t in zip(policies, times)))
         return policies[times.index(min(times))]
+
+    def _rehearsals(self, policies: list[str], names: list[str]) -> list[Reducer]:
+        """Reducers of the same parameters, one a policy, past warm-up; they share a state, which is not this one's."""
+        rehearsals, state = [], {name: {} for name in names}
+        for policy in policies:
+            rehearsal = Reducer([(name, self._slots[name].parameter) for name in names], self._select, self.op, self.predivide,
+                                self.process_set, self._bucket_bytes)
+            rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, names, self._costs
+            rehearsal._policy, rehearsal._settled = policy, True
+            for name, slot in rehearsal._slots.items():
+                slot.step, slot.state = max(slot.compressor.dense_steps, slot.compressor.stages()[-1][0]), state[name]
+            rehearsal.plan()
+            state = {name: state[name] | slot.state for name, slot in rehearsal._slots.items()}
+            rehearsals.append(rehearsal)
+        return rehearsals
+
+    def _rehearse(self, gradients: dict[str, torch.Tensor]) -> float:
+        """Seconds of exchanging copies of gradients."""
+        given = {name: grad.clone() for name, grad in gradients.items()}
+        network.slowest([0.0], self.process_set)  # all start together
+        start = time.perf_counter()
+        for name, grad in given.items():
+            self.ready(name, grad)
+        self.finish()
+        if grad.is_cuda:
+            torch.cuda.synchronize(grad.device)
+        return time.perf_counter() - start
 
     # ---------------------------------------------------------------------------------------------------------- state
 

@@ -170,8 +170,8 @@ def test_the_slowest_worker_makes_the_time():
     def samples(*times, encode=1.0):
         return [{"seconds": t, "encode_seconds": encode} for t in times]
 
-    figures = allreduce.summary([(samples(1, 5, 2, 1), {"wire_bytes": 7}), (samples(2, 1, 9, 3, encode=3.0), {"wire_bytes": 8})])
-    assert figures["seconds"] == 4 and figures["iterations"] == 4 and figures["wire_bytes"] == 7  # of 2 5 9 3
+    figures = allreduce.summary(list(zip(samples(1, 5, 2, 1), samples(2, 1, 9, 3, encode=3.0))))
+    assert figures["seconds"] == 4 and figures["iterations"] == 4  # of 2 5 9 3
     assert figures["encode_seconds"] == 2
     assert 2 <= figures["quartiles"][0] < 4 < figures["quartiles"][1] <= 9
 
@@ -257,6 +257,23 @@ def test_the_report_replaces_what_is_between_the_marks(tmp_path, results):
     assert cells[1:9] == ["250", "225 … 275", "4.00", "50.0", "100", "20.0", "8.36", "125"]
     for image in ("speedup.png", "breakdown.png", "bytes.png"):
         assert f"]({image})" in text and (tmp_path / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_code_takes_turns_in_all_its_ways():
+    keys = [Key(4, "1gbit", "64x64", row) for row in (BASELINE, "topk:exchange=sra", "DDP fp32", "auto:topk", IDEAL + ROW, "none")]
+    other = Key(4, "10gbit", "64x64", ROW)
+    assert allreduce_grid.contests_of([*keys, other]) == [
+        [keys[0]], [keys[1], keys[3], keys[4]], [keys[2]], [keys[5]], [other]]
+
+
+@pytest.mark.parametrize("seconds, longer, cross", [(0.0115, "+15 %", ""), (0.0121, "+21 %", "✗"), (0.009, "-10 %", "")])
+def test_what_auto_chose_is_compared_with_the_fastest(seconds, longer, cross):
+    points = {key: point(key, ms / 1e3, exchanges={"sra": 1}) for key, ms in (
+        (Key(4, "1gbit", "64x64", BASELINE), 90), (Key(4, "1gbit", "64x64", "topk:exchange=sra"), 10), (Key(4, "1gbit", "64x64", ROW), 11))}
+    auto = Key(4, "1gbit", "64x64", "auto:topk")
+    points[auto] = point(auto, seconds, exchanges={"allgather": 1, "dense": 0})
+    [row] = zip(*(column.cells for column in allreduce_report.choices(points).columns))
+    assert row[1:3] == ("topk", "sra") and row[4] == "1 allgather" and (row[6], row[8]) == (longer, cross)
 
 
 def test_a_report_needs_marks_and_points(tmp_path, results):
