@@ -623,7 +623,7 @@ def test_the_exchange_that_was_the_fastest_in_a_rehearsal_is_taken(fastest, monk
         sparse = {"rows": torch.sparse_coo_tensor([[RANK]], torch.ones(1, 3), (5, 3))}  # which is not rehearsed
         step(optimizer, parameters, gradients(i, shapes={"large": (70000,)}) | sparse)
         total += sum(gradients(i, rank, {"large": (70000,)})["large"] for rank in range(WORLD)) / WORLD
-    assert tried == [True]
+    assert len(tried) > 4 and all(tried)
     assert optimizer.compression_stats()["exchanges"][fastest] == ["large"]
     state = optimizer.compression_state_dict()["tensors"]["large"]
     kept = on_all(state["state"]["residual"]).mean(0)
