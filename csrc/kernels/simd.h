@@ -13,6 +13,7 @@
 
 #if defined(__x86_64__)
 #define HVD_QUANT_X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -31,8 +32,10 @@ inline const char* level_name(Level level) {
 inline Level best_level() {
 #if HVD_QUANT_X86
   __builtin_cpu_init();
+  unsigned a, b, c = 0, d;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;  // which clang's __builtin_cpu_supports doesn't know
   bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-            __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
+            __builtin_cpu_supports("popcnt") && f16c;
   bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return v4 ? Level::avx512 : v3 ? Level::avx2 : Level::plain;
