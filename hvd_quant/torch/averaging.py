@@ -175,7 +175,7 @@ class Part:
     Attributes:
         name, index: what it is called, and its place among all.
         parameter: itself, θ.
-        anchor: θ₀ in fp32, or fp64; empty until it is taken.
+        anchor: θ₀ in fp32, or fp64; until it is taken, what the parameter is, for an outer optimizer to be made of it.
         reduced: whether the reducer knows it.
         taken: whether ``anchor`` has a value.
         compared: whether the workers have found that they started with the same.
@@ -211,8 +211,7 @@ class Averager:
         self._optimizer, self._every, self._select, self._model = optimizer, every, select, model
         self._average_state, self._process_set = average_state, process_set
         self.steps, self.averaged, self.due = 0, 0, averaging.interval(every, 0)
-        self._parts = [Part(name, i, p, torch.nn.Parameter(torch.empty(0, dtype=torch.float32 if p.dtype in _HALF else p.dtype,
-                                                                      device=p.device)))
+        self._parts = [Part(name, i, p, torch.nn.Parameter(p.detach().float() if p.dtype in _HALF else p.detach()))
                        for i, (name, p) in enumerate(names.items())]
         self._plain = outer is None
         self._outer = _outer(outer, self._parts, optimizer)

@@ -1,5 +1,7 @@
 """Model averaging in one process: the bound of the paper, what is refused, and one worker."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -102,6 +104,43 @@ def test_one_worker_in_torch(torch_hvd):
     for optimizer in (averaged, half):
         optimizer.load_compression_state_dict(optimizer.compression_state_dict())
         torch_hvd.average_parameters(optimizer)
+
+
+def test_every_optimizer_of_torch_may_be_the_outer_one(torch_hvd):
+    """They see θ₀ in the parameters' shapes, types and values, also where they look at it when they are made."""
+    import torch
+
+    shapes = [(6, 4), (6,)]
+
+    def made(dtype, kind):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        return params if kind is not getattr(torch.optim, "Muon", None) else params[:1]  # of matrices alone
+
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind.__module__ != "torch.optim.optimizer"
+             and kind not in (torch.optim.LBFGS, torch.optim.SparseAdam)]
+    assert {torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor} <= set(kinds)
+    for kind, dtype in itertools.product(kinds, (torch.float32, torch.bfloat16)):
+        params, plain, seen = made(dtype, kind), made(dtype, kind), []
+
+        def outer(anchors, kind=kind, seen=seen):
+            seen += [a.detach().clone() for a in anchors]
+            return kind(anchors, lr=0.01)
+
+        optimizer = torch_hvd.ModelAveragingOptimizer(torch.optim.SGD(params, lr=0.25), every=1, outer=outer)
+        for one, p in zip(seen, params, strict=True):
+            assert one.dtype == torch.float32 and torch.equal(one, p.detach().float())
+        anchors = [torch.nn.Parameter(p.detach().float()) for p in plain]
+        reference = kind(anchors, lr=0.01)
+        for step in range(3):
+            for p, q, a in zip(params, plain, anchors):
+                p.grad = torch.full_like(p, 1.0 + step)
+                a.grad = q.detach().float() - (q.detach() - 0.25 * p.grad).float()
+            optimizer.step()
+            reference.step()
+            for p, q, a in zip(params, plain, anchors):
+                q.data.copy_(a.data)
+                assert torch.equal(p, q), kind
 
 
 # ----------------------------------------------------------------------------------------------------------------- Keras
