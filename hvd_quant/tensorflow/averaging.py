@@ -82,7 +82,7 @@ class Averager(tf.Module):
     @tf.autograph.experimental.do_not_convert
     def average(self) -> None:
         """Bring the workers' variables together, unless they are; the interval starts anew."""
-        tf.cond(self.steps > self.averaged, self._average, lambda: None)
+        tf.cond(self.steps > self.averaged, self._average, self._stay)
 
     def _average(self) -> None:
         """Average.
@@ -115,6 +115,11 @@ class Averager(tf.Module):
         self.averaged.assign(self.steps)
         self.due.assign(self.steps + self._interval())
 
+    def _stay(self) -> None:
+        """Tell the others that there is nothing to average here, which is an error where they have something."""
+        if self._process_set.included() and self._process_set.size() > 1:
+            self._told(averaging.Report(self.steps.read_value(), np.int64(averaging.layout([])), np.int64(0), np.int64(-1)))
+
     def _interval(self) -> Any:
         if not callable(self._every):
             return self._every
@@ -129,7 +134,13 @@ class Averager(tf.Module):
         bad = tf.where(tf.reduce_all(finite), np.int64(-1), tf.argmin(tf.cast(finite, tf.int32)))
         start = tf.cond(tf.equal(self.known, _COMPARED), lambda: np.int64(0),
                         lambda: tf.add_n([_sum_of_bits(anchor) for anchor in self.anchors]))
-        report = averaging.Report(self.steps.read_value(), np.int64(averaging.layout(described)), start, bad)
+        agreed = self._told(averaging.Report(self.steps.read_value(), np.int64(averaging.layout(described)), start, bad))
+        self.known.assign(agreed)
+        return agreed
+
+    def _told(self, report: averaging.Report) -> tf.Tensor:
+        """``_COMPARED``, once the workers have told each other their reports and agree."""
+        slots = self._reducer.state.by_place
         reports = mpi_ops.allgather(tf.stack(list(report))[None], name=f"HorovodAllgather_{slots[0].label}_averaging",
                                     ignore_name_scope=True, process_set=self._process_set)
         ranks, names = self._process_set.ranks, [slot.info.name for slot in slots]
@@ -138,9 +149,7 @@ class Averager(tf.Module):
             averaging.require_agreement(reports.numpy().tolist(), ranks, names)
             return _COMPARED
 
-        agreed = tf.ensure_shape(tf.py_function(check, [reports], tf.int64), [])
-        self.known.assign(agreed)
-        return agreed
+        return tf.ensure_shape(tf.py_function(check, [reports], tf.int64), [])
 
     def stats(self) -> dict[str, Any]:
         """What averaging cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`. ``steps`` are averagings, and

@@ -251,23 +251,28 @@ class Averager:
         5. θ ← θ₀. Buffers and the optimizer's state are averaged as they are.
         """
         alone = self._process_set.size() == 1
-        if self.averaged < self.steps and self._process_set.included() and not (alone and self._plain):
-            parts = [part for part in self._parts if part.taken]
-            also = self._also()
+        if self._process_set.included() and not (alone and self._plain):
+            ahead = self.averaged < self.steps  # here; the others may be elsewhere, and have to be told
+            parts = [part for part in self._parts if part.taken and ahead]
+            also = self._also() if ahead else {}
             deltas = {part.name: part.start - part.parameter for part in parts}
             self._agree(parts, also, deltas)
-            for name, delta in deltas.items():
-                self._reducer.ready(name, delta)
-            means = self._reducer.finish()
-            for part in parts:
-                part.anchor.grad = means[part.name]
-            self._outer.step()
-            for part in parts:
-                part.anchor.grad = None
-                part.parameter.copy_(part.anchor)
-            _average(also, self._process_set, self._reducer.stats)
-            self._reducer.stats.steps += 1
+            if ahead:
+                self._exchange(parts, also, deltas)
         self.averaged, self.due = self.steps, self.steps + averaging.interval(self._every, self.steps)
+
+    def _exchange(self, parts: list[Part], also: dict[str, torch.Tensor], deltas: dict[str, torch.Tensor]) -> None:
+        for name, delta in deltas.items():
+            self._reducer.ready(name, delta)
+        means = self._reducer.finish()
+        for part in parts:
+            part.anchor.grad = means[part.name]
+        self._outer.step()
+        for part in parts:
+            part.anchor.grad = None
+            part.parameter.copy_(part.anchor)
+        _average(also, self._process_set, self._reducer.stats)
+        self._reducer.stats.steps += 1
 
     def _also(self) -> dict[str, torch.Tensor]:
         """What is averaged beside the parameters, by name."""

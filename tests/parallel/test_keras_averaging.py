@@ -233,11 +233,21 @@ class _Late(hvd.callbacks.BroadcastGlobalVariablesCallback):
         pass  # as where a worker's model is not built yet
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("every, first, others", [(10, 4, 3), (4, 4, 5), (4, 5, 4), (4, 1, 0), (4, 0, 1)])
+def test_workers_that_have_taken_other_numbers_of_steps_are_told(every, first, others, in_graph):
+    """Also those that have averaged after their last step, or have taken none, and have nothing to average."""
+    model, optimizer = network(), averaging(every)
+    make_variables(optimizer, model.trainable_variables)
+    optimizer.average()
+    steps(optimizer, model, range(first if RANK == 0 else others))
+    before = flat(model)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"worker 1 has taken {others} steps and worker 0 {first}: call"):
+        (tf.function(optimizer.average) if in_graph else optimizer.average)()
+    np.testing.assert_array_equal(flat(model), before)
+
+
 def test_workers_that_disagree_are_told():
-    model, optimizer = network(), averaging(10)
-    steps(optimizer, model, range(4 if RANK == 0 else 3))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 has taken 3 steps and worker 0 4: call the"):
-        optimizer.average()
     model, optimizer = network(seed=RANK), averaging(1)
     with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 started from other parameters than worker 0: broadcast"):
         fit(model, optimizer)

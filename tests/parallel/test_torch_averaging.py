@@ -104,7 +104,7 @@ def test_intervals():
     assert taken == [1, 2, 2, 2, 3, 3, 3, 4, 4]
     mean = mean_of(flat(model))
     for _ in range(2):
-        optimizer.average()
+        optimizer.average()  # the second time, there is nothing to do
         torch.testing.assert_close(flat(model), mean)
         assert optimizer.compression_stats()["steps"] == 5
     train(model, optimizer, range(9, 11))
@@ -257,12 +257,19 @@ def test_an_overflow_on_one_worker(make, unscale):
     assert optimizer.compression_stats()["steps"] == 2
 
 
-def test_workers_that_disagree_are_told():
+@pytest.mark.parametrize("every, first, others", [(10, 4, 3), (4, 4, 5), (4, 5, 4), (4, 1, 0), (4, 0, 1)])
+def test_workers_that_have_taken_other_numbers_of_steps_are_told(every, first, others):
+    """Also those that have averaged after their last step, or have taken none, and have nothing to average."""
     model = network()
-    optimizer = averaging(model, 10)
-    train(model, optimizer, range(4 if RANK == 0 else 3))
-    with pytest.raises(ValueError, match="worker 1 has taken 3 steps and worker 0 4: call the wrapped optimizer"):
+    optimizer = averaging(model, every)
+    train(model, optimizer, range(first if RANK == 0 else others))
+    before = flat(model)
+    with pytest.raises(ValueError, match=f"worker 1 has taken {others} steps and worker 0 {first}: call the wrapped optimizer"):
         optimizer.average()
+    assert torch.equal(flat(model), before)
+
+
+def test_workers_that_disagree_are_told():
     model = network(seed=RANK)
     optimizer = averaging(model, 1)
     with pytest.raises(ValueError, match="worker 1 started from other parameters than worker 0: broadcast them"):
