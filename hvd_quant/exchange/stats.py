@@ -47,7 +47,7 @@ class Stats:
     Attributes:
         steps: synchronised steps.
         dense_bytes: bytes this worker would have sent with a ring allreduce of fp32 gradients.
-        wire_bytes: bytes it sent, headers included.
+        wire_bytes: bytes it sent, headers included, and parameters that were averaged because of a merge.
         encode_seconds, wait_seconds, decode_seconds: host time spent encoding, waiting for collectives, decoding.
         void_tensors: tensors that a non-finite value made NaN, once a step.
         exchanges: exchange -> names of the tensors that last travelled by it.

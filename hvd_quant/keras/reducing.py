@@ -11,7 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, size
 
 from hvd_quant.exchange.stats import Stats
-from hvd_quant.tensorflow.averaging import average_parameters
+from hvd_quant.tensorflow.averaging import average
 from hvd_quant.tensorflow.exchanges import by
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
 from hvd_quant.tensorflow.state import Slot
@@ -115,13 +115,13 @@ class Reducing:
         slots = [] if reducer is None else reducer.state.by_place
         slots = [slot for slot in slots if slot.averaged is not None and id(slot.variable) not in self._hvd_local]
         for every, members in by(slots, lambda slot: slot.compressor.averaging).items():
-            def average(members: list[Slot] = members) -> None:
-                average_parameters([slot.variable for slot in members], settings.process_set)
+            def average_all(members: list[Slot] = members) -> None:
+                reducer.state.count_averaging(nbytes for _, nbytes in average([s.variable for s in members], settings.process_set))
                 for slot in members:
                     slot.averaged.assign(slot.step)
 
             since = tf.stack([slot.step - slot.averaged for slot in members])
-            tf.cond(tf.reduce_any(since >= (every if due else 1)), average, lambda: None)
+            tf.cond(tf.reduce_any(since >= (every if due else 1)), average_all, lambda: None)
 
     def _hvd_residuals(self) -> list[tf.Variable]:
         """The variables of the compression state but for the step counts."""

@@ -110,7 +110,7 @@ class Averager(tf.Module):
             for anchor, variable in pairs:
                 variable.assign(tf.cast(anchor, variable.dtype))
             untracked(self, _also_sent=sum(sent_bytes("dense", nbytes, self._process_set.size())
-                                           for _, nbytes in _average(also, self._process_set)))
+                                           for _, nbytes in average(also, self._process_set)))
             self._averagings.assign_add(1)
         self.averaged.assign(self.steps)
         self.due.assign(self.steps + self._interval())
@@ -233,11 +233,11 @@ def average_parameters(what: Any, process_set: ProcessSet = global_process_set) 
     variables = [plain(v) for v in given] if isinstance(given, list | tuple) else [plain(given)]
     if not all(isinstance(v, tf.Variable) for v in variables):
         raise TypeError(f"average_parameters takes a Keras model or a list of variables, not {what!r:.100}")
-    done = [op for op, _ in _average(variables, process_set)]
+    done = [op for op, _ in average(variables, process_set)]
     return None if tf.executing_eagerly() else tf.group(*done)
 
 
-def _average(variables: list[Any], process_set: ProcessSet) -> list[tuple[Any, int]]:
+def average(variables: list[Any], process_set: ProcessSet) -> list[tuple[Any, int]]:
     """Replace variables by their means, in a few collectives: of each, what is done when it is, and how many bytes it took."""
     if not network.ELASTIC and (not process_set.included() or process_set.size() == 1):
         return []

@@ -210,7 +210,8 @@ class State(tf.Module):
         untracked(self, slots=dict(zip(names, slots)), process_set=process_set, _variables=variables,
                   horovod_style=compression if in_horovods_style else None,
                   _places={id(key): i for i, v in enumerate(variables) for key in (v, plain(v))},
-                  accounts={}, reducers={})  # of gradients that travel together, by their slots; of tapes, by their settings
+                  accounts={}, reducers={},  # of gradients that travel together, by their slots; of tapes, by their settings
+                  averaging_bytes=_variable(np.float64(0), f"{label}/averaging") if any(c.averaging for c in chosen) else 0.0)
 
     def place(self, variable: Any) -> int:
         """Where a variable is among those that this was made for.
@@ -250,6 +251,11 @@ class State(tf.Module):
             self.accounts[key] = Account(label, slots, _variable(np.zeros(len(COSTS)), f"{label}/costs"))
         return self.accounts[key]
 
+    def count_averaging(self, sizes: Iterable[int]) -> None:
+        """Add an averaging of variables because of a merge, which took collectives of so many bytes."""
+        world = mpi_ops.size_op(self.process_set.process_set_id) if network.ELASTIC else self.process_set.size()
+        self.averaging_bytes.assign_add(exchange.sent_bytes("dense", sum(sizes), tf.cast(world, tf.float64)))
+
     def stats(self) -> dict[str, Any]:
         """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`. Seconds are summed over
         buckets, whose exchanges overlap."""
@@ -268,6 +274,7 @@ class State(tf.Module):
                     if hasattr(total, what):
                         setattr(total, what, getattr(total, what) + costs[what])
         stats.void_tensors = round(stats.void_tensors)
+        stats.wire_bytes += float(self.averaging_bytes)
         return stats.as_dict()
 
     @staticmethod

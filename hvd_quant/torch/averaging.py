@@ -16,7 +16,6 @@ from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import averaging, buckets
-from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import selector, unmatched
 from hvd_quant.torch import network
 from hvd_quant.torch.reducer import Reducer
@@ -271,7 +270,8 @@ class Averager:
         for part in parts:
             part.anchor.grad = None
             part.parameter.copy_(part.anchor)
-        _average(also, self._process_set, self._reducer.stats)
+        sent = average(also, self._process_set)
+        self._reducer.stats.count(None, "dense", sent // 4, sent, self._process_set.size())
         self._reducer.stats.steps += 1
 
     def _also(self) -> dict[str, torch.Tensor]:
@@ -400,7 +400,7 @@ def average_parameters(what: torch.nn.Module | torch.optim.Optimizer | Named,
     except (TypeError, ValueError, AttributeError) as error:
         raise TypeError("average_parameters takes a module, an optimizer, or (name, tensor) pairs such as "
                         f"model.named_parameters(), not {what!r:.100}") from error
-    _average(tensors, process_set)
+    average(tensors, process_set)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -408,17 +408,15 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _average(tensors: Mapping[str, torch.Tensor], process_set: ProcessSet, stats: Stats | None = None) -> None:
-    """Replace tensors by their means, in a few collectives."""
+def average(tensors: Mapping[str, torch.Tensor], process_set: ProcessSet) -> int:
+    """Replace tensors by their means, in a few collectives, of so many bytes."""
     if not process_set.included() or process_set.size() == 1:
-        return
+        return 0
     flying = []
     for names in _together(tensors):
         parts = [tensors[name] for name in names]
         # Sums of half types overflow where means don't.
         vector = torch.cat([part.reshape(-1).float() if part.dtype in _HALF else part.reshape(-1) for part in parts])
-        if stats is not None:
-            stats.count(None, "dense", vector.numel(), vector.numel() * vector.element_size(), process_set.size())
         # Horovod doesn't like a name with another size.
         handle = mpi_ops.allreduce_async_(vector, name=f"hvd_quant.average.{names[0]}.{vector.numel()}", op=Average,
                                           process_set=process_set)
@@ -427,6 +425,7 @@ def _average(tensors: Mapping[str, torch.Tensor], process_set: ProcessSet, stats
         mpi_ops.synchronize(handle)
         for part, mean in zip(parts, vector.split([part.numel() for part in parts])):
             part.copy_(mean.view(part.shape))
+    return sum(vector.numel() * vector.element_size() for _, vector, _ in flying)
 
 
 def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

@@ -17,7 +17,7 @@ from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
-from hvd_quant.torch.averaging import average_parameters
+from hvd_quant.torch.averaging import average
 from hvd_quant.torch.exchanges import Sparse, sparse_bytes
 from hvd_quant.torch.reducer import Reducer
 from hvd_quant.torch.stock import Bound
@@ -274,13 +274,17 @@ class _Compressed:
 
     def step(self, closure=None):
         result = _Stock.step(self, closure)
-        average_parameters(self._reducer.to_average(), self.process_set)
+        self._average(self._reducer.to_average())
         return result
 
     def average_parameters(self):
         """Set the parameters that differ between workers, because of a compressor's ``merge``, to their means, as is to be done
         before evaluation and checkpoints. All workers call this together."""
-        average_parameters(self._reducer.to_average(all=True), self.process_set)
+        self._average(self._reducer.to_average(all=True))
+
+    def _average(self, parameters):
+        sent = average(dict(parameters), self.process_set)
+        self._reducer.stats.count(None, "dense", 0, sent, self.process_set.size())  # where gradients are dense, nothing is averaged
 
     def _given(self, p):
         """Whether the last of a parameter's backward passes is done."""

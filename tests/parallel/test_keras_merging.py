@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import hvd_quant.keras as hvd
 from hvd_quant.tensorflow.variables import plain
-from tests.parallel.keras_workers import RANK, assert_same_everywhere, data, fit, flat, keras, network, on_all
+from tests.parallel.keras_workers import RANK, WORLD, assert_same_everywhere, data, fit, flat, keras, network, on_all
 
 SGD = keras.optimizers.SGD
 LEGACY = not keras.layers.Layer.__module__.startswith("keras.")
@@ -40,17 +40,24 @@ class Watch(keras.callbacks.Callback):
         (lambda: distributed(SGD(0.1, gradient_accumulation_steps=2)), [True, False, False, False, False, True, True, False])]),
 ], ids=lambda x: "" if callable(x) else str(len(x)))
 def test_variables_are_averaged_when_it_is_time(make, expected):
-    model, optimizer, watch = network(), make(), Watch("on_train_batch_end")
-    fit(model, optimizer, batches=len(expected), callbacks=[watch])
+    model, optimizer, watch, sent = network(), make(), Watch("on_train_batch_end"), [0]
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **logs: sent.append(optimizer.compression_stats()["wire_bytes"]))
+    fit(model, optimizer, batches=len(expected), callbacks=[watch, look])
     assert watch.same == expected
+    dense = 8 * flat(model).size * (WORLD - 1) // WORLD  # is what an averaging takes
+    exchanges = optimizer.compression_stats()["steps"]
+    averaged = [now and not before for before, now in zip([True, *expected], expected)]
+    assert [after - before > dense for before, after in zip(sent, sent[1:])] == averaged
     mean = on_all(flat(model)).mean(0)
     optimizer.average_parameters()
     np.testing.assert_allclose(flat(model), mean, atol=1e-6)
-    assert same(model)
+    stats = optimizer.compression_stats()
+    assert same(model) and stats["wire_bytes"] - sent[-1] == dense and stats["dense_bytes"] == exchanges * dense
     for weight in model.weights:
         weight.assign_add(tf.fill(weight.shape, float(RANK)))
     optimizer.average_parameters()  # no step since, so nothing is left to do
-    assert not same(model)
+    assert not same(model) and optimizer.compression_stats() == stats
 
 
 def test_the_count_is_part_of_checkpoints(tmp_path):

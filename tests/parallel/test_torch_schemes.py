@@ -142,18 +142,22 @@ def test_parameters_differ_until_they_are_averaged(merge):
         rows = on_all(flat(model))
         return torch.equal(rows, rows[:1].expand_as(rows))
 
-    seen = []
+    seen, sent = [], [0]
     for i in range(9):
         train(model, optimizer, [i])
         seen.append(same())
+        sent.append(optimizer.compression_stats()["wire_bytes"])
     assert seen == [False, False, False, True] * 2 + [False]
     mean = on_all(flat(model)).mean(0)
     optimizer.average_parameters()
     torch.testing.assert_close(flat(model), mean)
     assert same()
-    values = flat(model)
+    values, stats = flat(model), optimizer.compression_stats()
     optimizer.average_parameters()  # nothing is left to do
-    assert torch.equal(values, flat(model))
+    assert torch.equal(values, flat(model)) and optimizer.compression_stats() == stats
+    dense = 8 * values.numel() * (WORLD - 1) // WORLD  # is what an averaging takes
+    assert np.diff([*sent, stats["wire_bytes"]]).tolist() == ([sent[1]] * 3 + [sent[1] + dense]) * 2 + [sent[1], dense]
+    assert stats["dense_bytes"] == 9 * dense
 
 
 @two
