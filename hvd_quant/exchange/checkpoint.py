@@ -10,24 +10,34 @@ from hvd_quant.compressors import Compressor
 
 _log = logging.getLogger("hvd_quant")
 
+OWNER = "owner."
+"""Starts the names of the state that a worker keeps as the owner of a range."""
+
 
 class Slot(Protocol):
-    """What a frontend keeps for one parameter."""
+    """What a frontend keeps for one parameter.
+
+    Attributes:
+        piece, owned: (first, one past last) entry of what this worker encodes, and of what it reduces for all.
+    """
 
     compressor: Compressor
     state: Mapping[str, Any]
     step: Any
+    piece: tuple[int, int]
+    owned: tuple[int, int]
 
 
 def saved(slots: Mapping[str, Slot], copy: Callable[[Any], Any], rank: int | None, world: int | None) -> dict[str, Any]:
-    """State and step counts by parameter name, and whose they are.
+    """State, its ranges and step counts by parameter name, and whose they are.
 
     Arguments:
         copy: from a tensor of the state to one that training doesn't change.
         rank, world: this worker's in the process set; None outside it.
     """
     tensors = {name: {"compressor": slot.compressor.spec, "step": int(slot.step),
-                      "state": {key: copy(value) for key, value in slot.state.items()}}
+                      "state": {key: copy(value) for key, value in slot.state.items()},
+                      "piece": list(slot.piece), "owned": list(slot.owned)}
                for name, slot in slots.items()}
     return {"version": 1, "rank": rank, "world": world, "tensors": tensors}
 
@@ -55,8 +65,8 @@ def check(state: Mapping[str, Any], rank: int | None, world: int | None) -> tupl
 
 def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | None,
              world: int | None) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-    """Each slot with the step and the tensors that ``state`` holds for it; what no longer fits is left out, with a line in
-    the log, and has to start at zero.
+    """Each slot with the step and the tensors that ``state`` holds for it; what no longer fits, or is of other entries than this
+    worker's (which depend on the parameter's place among all), is left out, with a line in the log, and has to start at zero.
 
     Raises:
         ValueError: before the first slot, if the state is of another worker, number of workers, or format.
@@ -69,9 +79,12 @@ def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | No
         if compressor != slot.compressor.spec:
             _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor, slot.compressor.spec)
         for key, value in slot.state.items():
-            old = shapes.get(name, {}).get(key)
-            if old != tuple(value.shape):
-                _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s",
-                             key, name, "none" if old is None else f"shape {old}", tuple(value.shape))
+            which = "owned" if key.startswith(OWNER) else "piece"
+            old, new = shapes.get(name, {}).get(key), tuple(value.shape)
+            of_old, of_new = tuple(state["tensors"].get(name, {}).get(which, ())), tuple(getattr(slot, which))
+            if (old, of_old) != (new, of_new):
+                found = "none" if old is None else f"shape {old} of entries {of_old}"
+                _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s of "
+                             "entries %s", key, name, found, new, of_new)
                 values.pop(key, None)
         yield slot, step, values

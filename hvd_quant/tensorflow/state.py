@@ -17,7 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, memory
-from hvd_quant.exchange.checkpoint import restored, saved
+from hvd_quant.exchange.checkpoint import OWNER, restored, saved
 from hvd_quant.exchange.stats import Bucket, Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
 from hvd_quant.tensorflow import network
@@ -27,8 +27,6 @@ _NONE = get_compressor("none")
 _REAL = (tf.float32, tf.float16, tf.bfloat16, tf.float64)
 COLLECTION = "hvd_quant"
 """Of a TensorFlow 1 graph: the variables that are each worker's own."""
-OWNER = "owner."
-"""Starts the names of the state that a worker keeps as the owner of a range."""
 COSTS = ("dense_bytes", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds", "void_tensors")
 
 
@@ -107,9 +105,14 @@ class Slot(tf.Module):
         return {key.removeprefix(OWNER): value for key, value in self.state.items() if key.startswith(OWNER)}
 
     @property
+    def piece(self) -> tuple[int, int]:
+        """The range that this worker encodes."""
+        return self.pieces[self.workers.local[0]]
+
+    @property
     def owned(self) -> tuple[int, int]:
         """The range that this worker reduces for all in a scatter-reduce-allgather."""
-        first, last = self.pieces[self.workers.local[0]]
+        first, last = self.piece
         a, b = exchange.ranges(last - first, self.compressor.range_multiple, self.workers.world, self.index)[self.workers.rank]
         return first + a, first + b
 
@@ -143,7 +146,7 @@ class Slot(tf.Module):
         left, everyone = {}, self.workers.all.size()
         sends_own = way.kind in ("allgather", "sra") or way.kind == "allreduce" and way.compressor.memory != "none"
         if "residual" in self.state and not sends_own:
-            left["residual"] = self.pieces[self.workers.local[0]][0], everyone / self.workers.world
+            left["residual"] = self.piece[0], everyone / self.workers.world
         if OWNER + "residual" in self.state and way.kind != "sra":
             left[OWNER + "residual"] = self.owned[0], everyone
         return left

@@ -23,9 +23,6 @@ from hvd_quant.exchange import ranges
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
 
-OWNER = "owner."
-"""Starts the names of the state that a worker keeps as the owner of a range."""
-
 
 class Workers(NamedTuple):
     """Who reduces with whom.

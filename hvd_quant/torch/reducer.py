@@ -17,13 +17,13 @@ from horovod.torch.mpi_ops import ProcessSet
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.exchange import buckets, cost
-from hvd_quant.exchange.checkpoint import check, restored, saved
+from hvd_quant.exchange.checkpoint import OWNER, check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.torch import network
-from hvd_quant.torch.exchanges import OWNER, Cargo, Flight, Sparse, Workers
+from hvd_quant.torch.exchanges import Cargo, Flight, Sparse, Workers
 
 _log = logging.getLogger("hvd_quant")
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -516,8 +516,7 @@ class Reducer:
         self.plan()
         state = saved(self._slots, torch.clone, **self._whose())
         for name, slot in self._slots.items():
-            state["tensors"][name] |= {"travels": slot.travels.spec, "piece": list(slot.piece), "owned": list(slot.owned),
-                                              "averaged": slot.averaged}
+            state["tensors"][name] |= {"travels": slot.travels.spec, "averaged": slot.averaged}
         return state
 
     def _whose(self) -> dict[str, int | None]:

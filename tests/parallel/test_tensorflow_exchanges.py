@@ -234,6 +234,23 @@ def test_a_checkpoint_holds_what_owners_keep(compressor, tmp_path):
         np.testing.assert_array_equal(grad, value)
 
 
+def test_a_range_that_another_worker_owns_now_is_not_taken_from_a_checkpoint(caplog):
+    """Who owns what depends on a variable's place among all; shapes are the same."""
+    new, old = tf.Variable(tf.zeros([10]), name="new"), tf.Variable(tf.zeros([8192]), name="old")
+    reducer = Reducer("onebit:exchange=sra", [old], name="test")
+    reducer.reduce([tf.constant(np.random.default_rng(RANK).normal(size=8192).astype(np.float32))], [old])
+    state = reducer.state_dict()
+    kept = state["tensors"]["old"]["state"]
+    assert kept["owner.residual"].any()
+    for ahead in ([], [new]):
+        again = Reducer("onebit:exchange=sra", [*ahead, old], name="test")
+        again.load_state_dict(state)
+        loaded = again.state_dict()["tensors"]["old"]["state"]
+        np.testing.assert_array_equal(loaded["residual"], kept["residual"])
+        np.testing.assert_array_equal(loaded["owner.residual"], 0 if ahead else kept["owner.residual"])
+        assert ("owner.residual of old starts at zero" in caplog.text) == bool(ahead)
+
+
 # ------------------------------------------------------------------------------------------------------------- buckets
 
 @pytest.mark.parametrize("compression", [SRA, "onebit:min_numel=0,exchange=allgather", "fp16", "none",

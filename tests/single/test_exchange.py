@@ -1,11 +1,13 @@
 """Ranges, buckets, hosts and costs: plain Python, without a framework."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hvd_quant import TensorInfo, exchange, get_compressor
-from hvd_quant.exchange import buckets, cost, hosts
+from hvd_quant.exchange import buckets, checkpoint, cost, hosts
 from tests.conftest import CODECS
 
 SIZES = [0, 1, 7, 255, 256, 257, 5000, 70000, 1_000_003]
@@ -164,3 +166,19 @@ def test_auto_is_a_spec():
     assert get_compressor(get_compressor("auto:adaptive").spec) == get_compressor("auto:adaptive")
     with pytest.raises(ValueError, match="there is no compressor 'nothing'"):
         get_compressor("auto:nothing")
+
+
+@pytest.mark.parametrize("fits, kept", [
+    ({}, {"residual", "owner.residual"}), ({"owned": (4096, 8192)}, {"residual"}), ({"piece": (4096, 8192)}, {"owner.residual"}),
+    ({"piece": (4096, 8192), "owned": (4096, 8192)}, set()), ({"name": "other"}, set())], ids=str)
+def test_state_is_restored_where_it_is_of_the_same_entries(fits, kept, caplog):
+    """Shapes don't tell: which entries a worker has depends on the parameter's place among all."""
+    def slot(piece=(0, 4096), owned=(0, 4096), name="w"):
+        state = {"residual": np.ones(4096), "owner.residual": np.ones(4096)}
+        return {name: SimpleNamespace(compressor=get_compressor("onebit"), state=state, step=3, piece=piece, owned=owned)}
+
+    state = checkpoint.saved(slot(), np.copy, rank=1, world=2)
+    ((_, step, values),) = checkpoint.restored(state, slot(**fits), rank=1, world=2)
+    assert set(values) == kept and step == (0 if "name" in fits else 3)
+    told = {record.getMessage().split()[2] for record in caplog.records if "starts at zero" in record.getMessage()}
+    assert told == {"residual", "owner.residual"} - kept
