@@ -100,7 +100,7 @@ class AverageParametersCallback(Callback):
                 optimizer.average()
             elif optimizer is not None:
                 optimizer.average_parameters()
-                average_parameters(statistics(self.model))
+                average_parameters(statistics(self.model), optimizer._hvd_settings.process_set)
             else:
                 average_parameters(self.model)
         self._moved = False

@@ -100,3 +100,18 @@ def test_the_callback_averages_what_differs_and_statistics():
                 np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
     assert not all((rows == rows[:1]).all() for variable, rows in seen[1] if variable != id(plain(local)))
     assert_same_everywhere(np.concatenate([v.numpy().ravel() for v in model.weights if plain(v) is not plain(local)]))
+
+
+def test_the_callback_averages_over_the_workers_of_the_process_set():
+    sets = [hvd.add_process_set([r]) for r in range(WORLD)]
+    try:
+        keras.utils.set_random_seed(RANK)
+        model = keras.Sequential([keras.layers.Input((20,)), keras.layers.BatchNormalization(), keras.layers.Dense(20)])
+        fit(model, distributed(process_set=sets[RANK]), batches=2)
+        before = flat(model)
+        (callback := hvd.callbacks.AverageParametersCallback()).set_model(model)
+        callback.on_epoch_end(0)
+        np.testing.assert_array_equal(flat(model), before)
+    finally:
+        for process_set in sets:
+            hvd.remove_process_set(process_set)
