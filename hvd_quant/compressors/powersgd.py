@@ -60,5 +60,5 @@ class PowerSGD(Compressor):
         total = yield ops.powersgd_left(matrix, ops.powersgd_start(matrix, state["q"], info.key(self.seed)))
         left = ops.orthonormal(total)
         own = ops.powersgd_right(matrix, left)
-        total = yield ops.copied(own)
+        total = yield ops.copy(own)  # the sum is written there
         return ops.powersgd_decode(total, own, left, matrix, state["q"], info.world, out)

@@ -15,8 +15,7 @@ from hvd_quant.exchange.stats import Stats
 from hvd_quant.keras.reducing import reducing, warn_if_not_reduced
 from hvd_quant.tensorflow.averaging import average_parameters, statistics
 from hvd_quant.tensorflow.functions import broadcast_variables
-from hvd_quant.tensorflow.variables import make_variables, variables_of
-from hvd_quant.tensorflow.variables import plain
+from hvd_quant.tensorflow.variables import make_variables, plain, variables_of
 
 Callback = tf.keras.callbacks.Callback
 

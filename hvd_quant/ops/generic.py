@@ -1085,8 +1085,3 @@ def _rounded(x: Array, bits: int) -> Array:
     power = (xp.reshape(xp.max(xp.abs(x)), (1,)).view(xp.int64) & EXPONENT).view(xp.float64)
     unit = xp.where(power > 0, power, xp.ones_like(power)) * 2.0**-bits
     return xp.round(x / unit) * unit
-
-
-def copied(x: Array) -> Array:
-    """A copy, for an allreduce to write into."""
-    return array_namespace(x).asarray(x, copy=True)

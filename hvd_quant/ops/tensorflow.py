@@ -578,8 +578,3 @@ def _rounded(x: tf.Tensor, bits: int) -> tf.Tensor:
     power = tf.bitcast(tf.bitwise.bitwise_and(tf.bitcast(tf.reduce_max(tf.abs(x)), tf.int64), EXPONENT), tf.float64)
     unit = tf.where(power > 0, power, 1.0) * 2.0**-bits
     return tf.round(x / unit) * unit
-
-
-def copied(x: tf.Tensor) -> tf.Tensor:
-    """x, which nothing writes into."""
-    return x
