@@ -15,7 +15,7 @@ from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.arguments import checked_bucket_bytes
 from hvd_quant.tensorflow.averaging import Averager, statistics
 from hvd_quant.tensorflow.reducer import Gradient
-from hvd_quant.tensorflow.variables import plain, variables_of
+from hvd_quant.tensorflow.variables import plain
 
 
 def ModelAveragingOptimizer(
@@ -94,6 +94,8 @@ class Averaging(Reducing):
 
     _hvd_settings: AveragingSettings
     _hvd_averager: Averager | None = None
+    _hvd_kept: dict[int, tuple[int, Any]] = {}
+    """By their ids, what the optimizer keeps of a variable, behind that variable's id."""
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable as it is on this worker.
@@ -124,18 +126,25 @@ class Averaging(Reducing):
         settings = self._hvd_settings
         shared = [v for v in variables if id(plain(v)) not in self._hvd_local]
         super()._hvd_build(shared)
-        shapes = {tuple(v.shape) for v in shared}
+        shapes = {id(plain(v)): tuple(v.shape) for v in shared}
 
         def also() -> list[Any]:
             found = [] if settings.model is None else statistics(settings.model)
             if settings.average_state:
-                kept = map(plain, variables_of(self))
-                found += [v for v in kept if v.dtype.is_floating and tuple(v.shape) in shapes]
+                # Sums of gradients, amid a window of gradient_accumulation_steps, are of this worker's batches.
+                sums = {id(plain(v)) for v in getattr(self, "_accumulated_gradients", None) or ()}
+                found += [v for of, v in self._hvd_kept.values() if tuple(v.shape) == shapes.get(of) and id(v) not in sums]
             return found
 
         vars(self)["_hvd_averager"] = Averager(self._hvd_reducer, shared, settings.every, settings.outer, also,
                                                settings.process_set)
         self._track_trackable(self._hvd_averager, "averaging", overwrite=True)
+
+    def _hvd_note(self, variable: Any, kept: Any) -> Any:
+        """Note that ``kept``, which is returned, is a variable of the optimizer's that belongs to one of the model's."""
+        if plain(kept).dtype.is_floating:
+            vars(self).setdefault("_hvd_kept", {})[id(plain(kept))] = id(plain(variable)), plain(kept)
+        return kept
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
         return list(grads)

@@ -201,6 +201,10 @@ class Averaged(Averaging, Distributed):
         super().apply(grads, variables)
         self._hvd_averager.count()
 
+    def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable that is kept for one of the model's, as Keras does."""
+        return self._hvd_note(reference_variable, super().add_variable_from_reference(reference_variable, *args, **kwargs))
+
     def apply_scaled(self, scaler: LossScaleOptimizer, grads: list[Gradient | None], variables: list[Any]) -> None:
         """Take a step if this worker's gradients are finite, as the LossScaleOptimizer around this does, and count it
         anyway: all workers have to average together."""

@@ -207,9 +207,17 @@ class Averaged(Averaging):
 class AveragedNew(Averaged, DistributedNew):
     """For ``tf_keras.optimizers.Optimizer``."""
 
+    def add_variable_from_reference(self, model_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable that is kept for one of the model's, as tf_keras does."""
+        return self._hvd_note(model_variable, super().add_variable_from_reference(model_variable, *args, **kwargs))
+
 
 class AveragedOld(Averaged, DistributedOld):
     """For ``tf_keras.optimizers.legacy.Optimizer``."""
+
+    def add_slot(self, var: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable that is kept for one of the model's, as tf_keras does."""
+        return self._hvd_note(var, super().add_slot(var, *args, **kwargs))
 
     def _create_all_weights(self, var_list: Iterable[Any]) -> None:
         super()._create_all_weights(var_list)

@@ -336,6 +336,34 @@ def test_process_sets_and_local_variables(make):
         optimizer.register_local_var(model.trainable_variables[1])
 
 
+@makers
+def test_the_state_of_local_variables_is_not_averaged(make):
+    """Also where others have their shape."""
+    shared, local = (tf.Variable(tf.zeros([7, 3]), name=name) for name in ("shared", "local"))
+    optimizer = averaging(2, make(0.1, momentum=0.9), average_state=True)
+    optimizer.register_local_var(local)
+    for _ in range(2):
+        optimizer.apply_gradients([(tf.fill([7, 3], RANK + 1.0), variable) for variable in (shared, local)])
+    kept = {name: [v.numpy() for v in hvd_variables(optimizer) if name in v.name] for name in ("shared", "local")}
+    assert sum(map(len, kept.values())) == 2
+    assert_same_everywhere([shared.numpy(), *kept["shared"]])
+    for own in (local.numpy(), *kept["local"]):
+        rows = on_all(own)
+        np.testing.assert_allclose(rows, np.arange(1, WORLD + 1).reshape(-1, 1, 1) * rows[:1], rtol=1e-6)
+
+
+@pytest.mark.skipif(not KERAS3, reason="Keras 3 adds gradients up")
+def test_sums_of_gradients_are_each_workers_own():
+    """Steps are passes, so an averaging may be amid a window."""
+    variable = tf.Variable(tf.zeros([7]))
+    optimizer = averaging(3, SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), average_state=True)
+    for step in range(3):
+        optimizer.apply_gradients([(tf.fill([7], (RANK + 1.0) * 10 ** step), variable)])
+    (total,) = optimizer._accumulated_gradients
+    np.testing.assert_array_equal(total.numpy(), np.full(7, 100.0 * (RANK + 1)))
+    assert_same_everywhere([variable.numpy(), optimizer.momentums[0].numpy()])
+
+
 def test_half_types():
     """What the outer optimizer does is kept in fp32, so that its steps add up where each is too small for the variable."""
     variable = tf.Variable(tf.ones([5], tf.bfloat16))
