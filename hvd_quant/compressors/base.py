@@ -319,6 +319,11 @@ class Compressor:
         return self.average_every or (AVERAGE_EVERY if self.merge != "none" else 0)
 
     @property
+    def counted(self) -> bool:
+        """Whether all workers have to count a tensor's exchanges alike."""
+        return bool(self.dense_steps or self.averaging or len(self.stages()) > 1)
+
+    @property
     def allreduced(self) -> bool:
         """Whether it travels by one allreduce, or several, of whole tensors among all workers."""
         return self.linear and self.exchange in ("auto", "allreduce")
@@ -367,6 +372,17 @@ class Compressor:
             raise ValueError(f"{self.spec} can't be used there: Horovod's own optimizers have no place for momentum correction, ef21, "
                              "merging, averaging and a model's threshold; use hvd_quant's DistributedOptimizer or "
                              "DistributedGradientTape")
+
+    def require_no_counts(self) -> None:
+        """Refuse, in an elastic job whose newcomers aren't told the others' numbers of exchanges, what goes by them.
+
+        Raises:
+            ValueError: for warm-ups, ratio schedules, averaging, "ef21", and entries that all workers draw alike.
+        """
+        if self.counted:
+            raise ValueError(f"{self.spec}: a worker that joins an elastic job has not counted the others' exchanges, so it can't "
+                             "know when a warm-up or a stage ends, when parameters are averaged, or which entries all draw; use "
+                             "warmup=0, schedule=none, no merge, another code than randomk, and error feedback as memory there")
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Horovod's hook for codes that keep no state and need no name; what it returns is summed or averaged by Horovod.

@@ -21,8 +21,8 @@ class RandomK(Compressor):
     one of each stretch of N / k, and each entry with the same probability k / N. They are sent as fp32 and leave e = 0; the
     others leave e = v. With ``memory="none"`` they are sent as v * N / k, so that the mean is unbiased.
 
-    Names and numbers of exchanges have to be the same on all workers, which all of them are told where they aren't, as where a
-    worker joins an elastic job.
+    Names and numbers of exchanges have to be the same on all workers, which all of them are told where they aren't. In elastic jobs
+    it needs Keras, whose ``KerasState`` gives a worker that joins the others' numbers.
 
     Source: Stich, Cordonnier, Jaggi 2018 (sparsified SGD with memory); Wangni, Wang, Liu, Zhang 2018 (unbiased).
 
@@ -42,6 +42,10 @@ class RandomK(Compressor):
         require_allreduce(self)
         self.require("ratio", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
         self.require("seed", "a whole number", is_int)
+
+    @property
+    def counted(self) -> bool:
+        return True
 
     def _count(self, info: TensorInfo) -> int:
         return math.ceil(self.ratio * info.numel)

@@ -87,7 +87,7 @@ class Reducing:
         vars(self)["_hvd_reducer"] = reducer = Reducer(
             settings.compression, variables, name=settings.name or f"Distributed{type(self).__name__}", op=settings.op,
             predivide=settings.predivide, groups=settings.groups, sparse_as_dense=settings.sparse_as_dense,
-            process_set=settings.process_set, bucket_bytes=settings.bucket_bytes)
+            process_set=settings.process_set, bucket_bytes=settings.bucket_bytes, synced=True)  # by a KerasState
         self._track_trackable(reducer.state, "compression", overwrite=True)
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:

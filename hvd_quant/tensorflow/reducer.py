@@ -41,6 +41,7 @@ class Reducer(tf.Module):
         sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed.
         process_set: the workers to reduce over.
         bucket_bytes: dense bytes of gradients that travel together.
+        synced: whether workers that join an elastic job get the others' step counts.
 
     Raises:
         TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
@@ -48,9 +49,11 @@ class Reducer(tf.Module):
 
     def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average,
                  predivide: float = 1.0, groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
-                 process_set: ProcessSet = global_process_set, bucket_bytes: int = buckets.BUCKET_BYTES) -> None:
+                 process_set: ProcessSet = global_process_set, bucket_bytes: int = buckets.BUCKET_BYTES,
+                 synced: bool = False) -> None:
         super().__init__()
-        self.state = compression if isinstance(compression, State) else State(compression, variables, process_set, name)
+        given = isinstance(compression, State)
+        self.state = compression if given else State(compression, variables, process_set, name, synced=synced)
         for slot in self.state.slots.values():
             if op not in (Average, Sum) and slot.compressor not in ((_NONE, _FP16) if op == Adasum else (_NONE,)):
                 raise ValueError(f"op={op!r} can't be combined with compression={slot.compressor.spec}: it needs the "

@@ -176,14 +176,15 @@ class State(tf.Module):
         process_set: the workers to reduce over.
         name: starts the names of the collectives.
         shared: take what the variables themselves have for a compressor, and leave it there.
+        synced: whether workers that join an elastic job get the others' step counts.
 
     Raises:
         TypeError: for a compression that is none, or a variable whose type can't be compressed.
-        ValueError: for a variable of unknown shape.
+        ValueError: for a variable of unknown shape, and in an elastic job for what can't work there.
     """
 
     def __init__(self, compression: Any, variables: Iterable[Any], process_set: ProcessSet, name: str,
-                 shared: bool = False) -> None:
+                 shared: bool = False, synced: bool = False) -> None:
         super().__init__()
         compression = resolve(compression)
         variables = list({id(plain(v)): v for v in variables}.values())
@@ -208,6 +209,9 @@ class State(tf.Module):
             return kept[key]
 
         slots = [slot(i, name, v) for i, (name, v) in enumerate(zip(names, variables))]
+        if network.ELASTIC and not synced:
+            for compressor in chosen:
+                compressor.require_no_counts()
         self.by_place = slots  # so checkpoints hold them, since Keras makes up other names for layers each time
         self.owner = Owner(self._whose)
         untracked(self, slots=dict(zip(names, slots)), process_set=process_set, _variables=variables,

@@ -138,10 +138,8 @@ class Reducer:
                             "leave it out of the optimizer, or use compression='none'")
         info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
         self._workers(compressor)  # all workers are here when they wrap their optimizers
-        if network.ELASTIC and (compressor.dense_steps or compressor.averaging or len(compressor.stages()) > 1):
-            raise ValueError(f"{compressor.spec}: a worker that joins an elastic job has not counted the others' steps, so it can't "
-                             "know when a warm-up or a stage ends or parameters are averaged; use warmup=0, schedule=none, no merge, "
-                             "and error feedback as memory there")
+        if network.ELASTIC:
+            compressor.require_no_counts()
         self._slots[name] = Slot(p, compressor, info, index, {}, (0, info.numel))
 
     # ------------------------------------------------------------------------------------------------- from the hooks

@@ -13,6 +13,7 @@ from hvd_quant.compressors.topk import TopK
 from hvd_quant.exchange import sent_bytes
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.reducer import Reducer
+from hvd_quant.tensorflow.state import state_of
 from tests.parallel import simulation
 from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, on_all
 
@@ -260,6 +261,20 @@ def test_elastic_jobs_have_no_place_for_ef21(monkeypatch):
     monkeypatch.setattr(network, "ELASTIC", True)
     with pytest.raises(ValueError, match="onebit:memory=ef21: a worker that joins an elastic job doesn't have the mean"):
         Reducer("onebit:memory=ef21", [tf.Variable(0.0)], name="test")
+
+
+@with_two
+@pytest.mark.parametrize("spec", ["onebit:warmup=2", "topk:schedule=dgc", "topk:merge=sum", "onebit:average_every=9", "randomk"])
+def test_elastic_jobs_have_no_place_for_what_goes_by_counts_that_newcomers_lack(spec, monkeypatch):
+    """A tape's are in no elastic state; a KerasState makes those of an optimizer the same."""
+    monkeypatch.setattr(network, "ELASTIC", True)
+    variables = [tf.Variable(tf.zeros([5000]))]
+    for make in (lambda: get_compressor(spec).bind(variables), lambda: state_of(spec, variables, hvd.global_process_set),
+                 lambda: state_of({"*": spec}, variables, hvd.global_process_set), lambda: Reducer(spec, variables, name="test")):
+        with pytest.raises(ValueError, match="a worker that joins an elastic job has not counted the others' exchanges"):
+            make()
+    hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=spec).build(variables)
+    state_of("topk:momentum=0.9", variables, hvd.global_process_set)
 
 
 @pytest.mark.parametrize("spec", KEPT[:1] + KEPT[2:3] + KEPT[5:6])

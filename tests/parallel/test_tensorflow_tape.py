@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
 from hvd_quant.tensorflow.reducer import Reducer
+from hvd_quant.tensorflow.state import State
 from tests.conftest import CODECS
 from tests.parallel.tensorflow_workers import RANK, TOPK, WORLD, Network, assert_same_everywhere, batch, every, on_all, train
 
@@ -406,7 +407,7 @@ def test_a_number_of_workers_that_is_known_when_a_step_runs(compression, monkeyp
     train(fixed, range(4), compression=compression)
     monkeypatch.setattr("hvd_quant.tensorflow.network.ELASTIC", True)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    train(elastic, range(4), compression=compression)
+    train(elastic, range(4), compression=State(compression, elastic.variables, hvd.global_process_set, "elastic", synced=True))
     np.testing.assert_array_equal(fixed.flat(), elastic.flat())
 
 
