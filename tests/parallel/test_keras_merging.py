@@ -60,6 +60,32 @@ def test_variables_are_averaged_when_it_is_time(make, expected):
     assert not same(model) and optimizer.compression_stats() == stats
 
 
+SCHEMES = {"plain": "", "momentum": ",momentum=0.9", "nesterov": ",momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.1",
+           "warmup": ",warmup=2", "dgc": ",momentum=0.9,warmup=1,schedule=dgc,schedule_steps=2", "ef21": ",memory=ef21",
+           "merge": ",merge=replace,average_every=2"}
+WINDOWS = {"passes": (SGD, {"backward_passes_per_step": 2}),
+           **({"old": (keras.optimizers.legacy.SGD, {"backward_passes_per_step": 2})} if LEGACY else
+              {"accumulation": (lambda rate: SGD(rate, gradient_accumulation_steps=2), {})})}
+
+
+@pytest.mark.parametrize("make, how", WINDOWS.values(), ids=list(WINDOWS))
+def test_a_window_is_one_step_of_every_scheme(make, how):
+    """Momenta, warm-ups, stages and averagings go by exchanges, and see the sum of the gradients, or Keras's mean."""
+    compression = {name: f"topk:ratio=0.01,min_numel=0{knobs}" for name, knobs in SCHEMES.items()}
+    once, twice = ([tf.Variable(tf.ones([30, 41]), name=name) for name in compression] for _ in range(2))
+    a, b = distributed(SGD(0.1), compression), distributed(make(0.1), compression, **how)
+    for step in range(6):
+        parts = np.random.default_rng([step, RANK]).normal(size=(2, 30, 41)).astype(np.float32)
+        a.apply_gradients([(tf.constant(parts[1] + parts[0]) * (1.0 if how else 0.5), v) for v in once])
+        for part in parts:
+            b.apply_gradients([(tf.constant(part), v) for v in twice])
+        for v, w in zip(once, twice):
+            np.testing.assert_array_equal(v.numpy(), w.numpy(), err_msg=v.name)
+        assert a.compression_stats()["wire_bytes"] == b.compression_stats()["wire_bytes"]
+    assert {kept["step"] for kept in b.compression_state_dict()["tensors"].values()} == {6}
+    np.testing.assert_equal(b.compression_state_dict(), a.compression_state_dict())
+
+
 def test_the_count_is_part_of_checkpoints(tmp_path):
     model, optimizer = network(), distributed()
     fit(model, optimizer, batches=4)

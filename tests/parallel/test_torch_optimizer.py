@@ -43,6 +43,38 @@ def test_gradients_are_accumulated_before_they_are_exchanged():
     assert a.compression_stats()["wire_bytes"] == b.compression_stats()["wire_bytes"]
 
 
+ACCUMULATED = {"plain": "", "momentum": ",momentum=0.9", "nesterov": ",momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.1",
+               "warmup": ",warmup=2", "dgc": ",momentum=0.9,warmup=1,schedule=dgc,schedule_steps=2", "ef21": ",memory=ef21",
+               "merge": ",merge=replace,average_every=2"}
+
+
+def test_several_backward_passes_are_one_step_of_every_scheme():
+    """Momenta, warm-ups, stages and averagings go by exchanges, and see the sum of the gradients."""
+    compression = {name: f"topk:ratio=0.01,min_numel=0{knobs}" for name, knobs in ACCUMULATED.items()}
+
+    def made(passes):
+        parameters = {name: torch.nn.Parameter(torch.ones(30, 41)) for name in compression}
+        optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+        return parameters, hvd.DistributedOptimizer(optimizer, parameters.items(), compression, backward_passes_per_step=passes)
+
+    (once, a), (several, b) = made(1), made(3)
+    for step in range(7):
+        gradients = torch.randn(3, 30, 41, generator=torch.Generator().manual_seed(10 * step + RANK))
+        for parameters, optimizer, parts in ((once, a, [(gradients[0] + gradients[1]) + gradients[2]]), (several, b, gradients)):
+            optimizer.zero_grad()
+            for part in parts:
+                sum((p * part).sum() for p in parameters.values()).backward()
+            optimizer.step()
+        for name in compression:
+            assert torch.equal(once[name], several[name]), name
+        assert a.compression_stats()["wire_bytes"] == b.compression_stats()["wire_bytes"]
+    kept = [optimizer.compression_state_dict()["tensors"] for optimizer in (a, b)]
+    for name in compression:
+        assert kept[0][name]["step"] == kept[1][name]["step"] == 7
+        for key, value in kept[0][name]["state"].items():
+            assert torch.equal(value, kept[1][name]["state"][key]), (name, key)
+
+
 def test_too_many_backward_passes_name_the_parameter():
     model = network()
     optimizer = wrap(model)

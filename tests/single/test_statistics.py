@@ -126,6 +126,13 @@ def rounded(spec, v, workers=1):
     return np.asarray(compressor.decode_mean(ops, payloads, info)).astype(np.float64).reshape(TIMES, -1)
 
 
+def mean_of(spec, v):
+    """What the mean of an encoding should be: the vector itself, or with "terngrad" the clipped one."""
+    clip = getattr(get_compressor(spec), "clip", 0)
+    bound = clip * v.std(dtype=np.float64) if clip else np.inf
+    return v.clip(-bound, bound)
+
+
 def variances(spec, v):
     """The variance of each entry by theory: of a choice between two neighbours."""
     compressor, a = get_compressor(spec), abs(v.astype(np.float64))
@@ -141,15 +148,17 @@ def variances(spec, v):
 
 
 UNBIASED = [*(f"qsgd:block_size={ENTRIES},bits={bits},norm={norm}" for bits in (2, 4, 8) for norm in ("max", "l2")),
-            "terngrad:clip=0", "natural"]
+            "terngrad:clip=0", "terngrad:clip=1", "natural"]
 
 
 @pytest.mark.parametrize("spec", UNBIASED)
 def test_means_are_right_and_variances_within_the_papers_bounds(spec):
-    v = vector()
+    given = vector()
+    v = mean_of(spec, given)
+    assert (v != given).any() == ("clip=1" in spec)
     square, expected = float((v.astype(np.float64) ** 2).sum()), variances(spec, v)
     for workers in (1, 8):
-        found = rounded(spec, v, workers)
+        found = rounded(spec, given, workers)
         error = abs(found.mean(0) - v)
         assert (error <= 4 * np.sqrt(expected / workers / TIMES) + 1e-6 * abs(v)).all()
         # Eight workers that drew the same numbers would make as much noise together as one.
