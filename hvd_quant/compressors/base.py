@@ -282,6 +282,11 @@ class Compressor:
         """
         raise NotImplementedError(f"{self.name} is not linear: it can't be exchanged by allreduce")
 
+    def require_allreduce(self) -> None:
+        """Refuse, in a code that has :meth:`rounds` alone, the common knobs of codes that travel as payloads."""
+        self.require("exchange", "'auto' or 'allreduce': its values are summed by Horovod", lambda x: x in ("auto", "allreduce"))
+        self.require("only_if_faster", "False: its allreduces aren't measured", lambda x: not x)
+
     # ----------------------------------------------------------------------------------- what every codec comes with
 
     def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> Any:

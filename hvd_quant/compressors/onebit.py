@@ -20,10 +20,6 @@ class OneBit(Signs):
     sends a second bit and keeps them still.
 
     Source: Seide, Fu, Droppo, Li, Yu 2014 (levels a matrix column), as used by Dryden, Moon, Jacobs, Van Essen 2016.
-
-    Arguments:
-        block_size: entries that share two levels; a multiple of 64.
-        zeros: send a bit map of the zeros, so that zeros decode to 0.
     """
 
     name = "onebit"

@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo, is_int
-from hvd_quant.compressors.randomk import require_allreduce
 from hvd_quant.registry import register
 
 
@@ -41,7 +40,7 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_allreduce(self)
+        self.require_allreduce()
         self.require("rank", "a whole number of columns, 1 or more", lambda x: is_int(x) and x >= 1)
         self.require("seed", "a whole number", is_int)
 

@@ -39,7 +39,7 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_allreduce(self)
+        self.require_allreduce()
         self.require("ratio", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
         self.require("seed", "a whole number", is_int)
 
@@ -58,10 +58,3 @@ class RandomK(Compressor):
         index = ops.strata(grad, count, info.key(self.seed), info.step)
         total = yield ops.randomk_encode(grad, residual, index, 1.0 if residual is not None else info.numel / count)
         return ops.randomk_decode(total, grad, residual, index, info.world, info.name, out)
-
-
-def require_allreduce(compressor: Compressor) -> None:
-    """Refuse the common knobs of codes that travel as payloads."""
-    compressor.require("exchange", "'auto' or 'allreduce': its values are summed by Horovod",
-                       lambda x: x in ("auto", "allreduce"))
-    compressor.require("only_if_faster", "False: its allreduces aren't measured", lambda x: not x)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hvd_quant.compressors.base import Compressor, is_int, is_number, one_of
 
 _DGC = (0.25, 0.0625, 0.015625, 0.004)
+_SCHEDULE_STEPS = 1000
 _DENSE = 0.1
 """With schedule="merging", gradients are dense while more than this is kept."""
 
@@ -34,19 +35,23 @@ class Scheduled(Compressor):
 
     ratio: float
     schedule: str = "none"
-    schedule_steps: int = 1000
+    schedule_steps: int = _SCHEDULE_STEPS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("ratio", "a number above 0 and up to 1", lambda x: is_number(x) and 0 < x <= 1)
         self.require("schedule", one_of(["none", "dgc", "merging"]), lambda x: x in ("none", "dgc", "merging"))
         self.require("schedule_steps", "a whole number of steps, 1 or more", lambda x: is_int(x) and x >= 1)
+        if self.schedule == "none":
+            self.require("schedule_steps", "it together with schedule='dgc' or 'merging', of which it is a part",
+                         lambda x: x == _SCHEDULE_STEPS)
 
     def stages(self) -> tuple[tuple[int, Compressor | None], ...]:
         if self.schedule == "none":
             return super().stages()
         ratios = self._dgc() if self.schedule == "dgc" else self._merging()
-        stages = {self.warmup + first: dataclasses.replace(self, ratio=ratio, schedule="none", warmup=0)
+        at_once = dataclasses.replace(self, schedule="none", schedule_steps=_SCHEDULE_STEPS, warmup=0)
+        stages = {self.warmup + first: dataclasses.replace(at_once, ratio=ratio)
                   for first, ratio in ratios}  # of stages that start together the last remains
         return (*(((0, None),) if 0 not in stages else ()), *stages.items())
 

@@ -15,7 +15,7 @@ class Signs(Compressor):
     """A bit an entry, and numbers that the entries of a block share.
 
     Arguments:
-        block_size: entries of a block; a multiple of 64.
+        block_size: entries that share those numbers; a multiple of 64.
         zeros: send a bit map of the zeros, so that zeros decode to 0.
     """
 

@@ -19,10 +19,6 @@ class SignSGD(Signs):
     by 0.02 where the others are off by 0.06. ``zeros`` sends a second bit that keeps them still, and leaves them out of the mean.
 
     Source: Karimireddy, Rebjock, Stich, Jaggi 2019 (EF-SignSGD).
-
-    Arguments:
-        block_size: entries that share a magnitude; a multiple of 64.
-        zeros: send a bit map of the zeros, so that zeros decode to 0.
     """
 
     name = "signsgd"

@@ -192,7 +192,7 @@ def test_what_is_sent_follows_the_stages(spec):
     for result in results:
         assert_same_everywhere(result)
     (bucket,) = here.reducers["it"].stats()["buckets"].values()
-    assert bucket["compressor"] == dataclasses.replace(compressor, schedule="none", warmup=0).spec
+    assert bucket["compressor"] == dataclasses.replace(compressor, schedule="none", schedule_steps=1000, warmup=0).spec
 
 
 class Own(TopK):

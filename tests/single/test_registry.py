@@ -71,6 +71,7 @@ def test_ready_made_and_classes():
     ("topk:values=2bit,mean=tensor", ValueError, "topk: mean='tensor' is not accepted; give 'unit' with values='2bit'"),
     ("topk:scope=layer", ValueError, "topk: scope='layer' is not accepted; give 'tensor' or 'model'"),
     ("topk:schedule=cosine", ValueError, "topk: schedule='cosine' is not accepted; give 'none' or 'dgc' or 'merging'"),
+    ("topk:schedule_steps=5", ValueError, "topk: schedule_steps=5 is not accepted; give it together with schedule='dgc' or 'merging'"),
     ("adaptive:schedule_steps=0", ValueError, "adaptive: schedule_steps=0 is not accepted; give a whole number of steps, 1 or more"),
     ("onebit:block_size=100", ValueError, "onebit: block_size=100 is not accepted; give a multiple of 64"),
     ("onebit:block_size=1.5", ValueError, "onebit: block_size=1.5 is not a whole number"),

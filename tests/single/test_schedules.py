@@ -55,7 +55,7 @@ def test_merging(make, ratio, steps, warmup):
 def test_a_stage_is_the_compressor_with_another_ratio(make):
     compressor = make(ratio=0.01, schedule="dgc", schedule_steps=2, warmup=3, min_numel=0, exchange="allgather")
     for first, stage in compressor.stages()[1:]:
-        assert stage == dataclasses.replace(compressor, ratio=stage.ratio, schedule="none", warmup=0)
+        assert stage == dataclasses.replace(compressor, ratio=stage.ratio, schedule="none", schedule_steps=1000, warmup=0)
         assert stage.stages() == ((0, stage),)
         for role in ("worker", "owner"):
             info = TensorInfo.whole("w", (5000,))
