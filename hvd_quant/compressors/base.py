@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvd_quant import wire
 from hvd_quant.compressors import memory
 from hvd_quant.compressors.memory import MEMORIES
 from hvd_quant.compressors.merge import AVERAGE_EVERY, MERGES
@@ -185,8 +186,13 @@ class Compressor:
     # ------------------------------------------------------------------------------------- what a codec overrides
 
     def payload_bytes(self, info: TensorInfo) -> int:
-        """Bytes of the payload of ``info.numel`` entries, header included; exact, or an upper bound."""
+        """Bytes of the payload of ``info.numel`` entries, header included; exact, or an upper bound. A code for an allreduce
+        alone has none, and says :meth:`summed_bytes`."""
         raise NotImplementedError(f"{type(self).__name__} does not say its payload_bytes(info)")
+
+    def summed_bytes(self, info: TensorInfo) -> int:
+        """Bytes of all that :meth:`rounds` yields: what a payload has beside its header, if it has payloads."""
+        return self.payload_bytes(info) - wire.HEADER_BYTES
 
     def state_shapes(self, info: TensorInfo, role: str = "worker") -> dict[str, tuple[int, ...]]:
         """Name and shape of the fp32 state to allocate, zeroed, for a range.

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo, is_int
 from hvd_quant.registry import register
 
@@ -47,9 +46,11 @@ class PowerSGD(Compressor):
     def _columns(self, info: TensorInfo) -> int:
         return info.numel // max(1, info.shape[0]) if info.shape else 1
 
-    def payload_bytes(self, info: TensorInfo) -> int:
+    def summed_bytes(self, info: TensorInfo) -> int:
         columns = max(1, self._columns(info))
-        return wire.HEADER_BYTES + 4 * self.rank * (info.numel // columns + columns)
+        return 4 * self.rank * (info.numel // columns + columns)
+
+    payload_bytes = summed_bytes
 
     def state_shapes(self, info: TensorInfo, role: str = "worker") -> dict[str, tuple[int, ...]]:
         return {**super().state_shapes(info, role), "q": (self.rank * self._columns(info),)}

@@ -7,7 +7,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo, is_int, is_number
 from hvd_quant.registry import register
 
@@ -50,8 +49,10 @@ class RandomK(Compressor):
     def _count(self, info: TensorInfo) -> int:
         return math.ceil(self.ratio * info.numel)
 
-    def payload_bytes(self, info: TensorInfo) -> int:
-        return wire.HEADER_BYTES + 4 * (self._count(info) + 2)
+    def summed_bytes(self, info: TensorInfo) -> int:
+        return 4 * (self._count(info) + 2)
+
+    payload_bytes = summed_bytes
 
     def rounds(self, ops, grad, state, info, out) -> Generator[Any, Any, tuple[Any, Any]]:
         residual, count = state.get("residual"), self._count(info)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hvd_quant import wire
 from hvd_quant.compressors.base import Compressor, TensorInfo
 from hvd_quant.exchange import cost
 from hvd_quant.exchange.ranges import ranges
@@ -45,8 +44,8 @@ def compressible(compressor: Compressor, info: TensorInfo) -> bool:
     """Whether a tensor travels compressed at all once the warm-up is over, by its size."""
     if compressor.name == "none":
         return compressor.exchange != "auto"
-    payload = compressor.payload_bytes(info) - (wire.HEADER_BYTES if compressor.allreduced else 0)
-    return info.numel >= compressor.min_numel and payload < 4 * info.numel
+    sent = compressor.summed_bytes(info) if compressor.allreduced else compressor.payload_bytes(info)
+    return info.numel >= compressor.min_numel and sent < 4 * info.numel
 
 
 def gathered_bytes(exchange: str, payload: int, world: int) -> int:

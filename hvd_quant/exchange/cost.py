@@ -77,12 +77,12 @@ class Costs:
         if compressor.name == "none":
             return self.collective("allreduce", 4 * entries)
         rates = self.rates.get(key_of(compressor), _UNKNOWN)
-        payload = sum(compressor.payload_bytes(info) for info in infos)
         calls = len(infos) * rates.call
         if compressor.exchange == "allreduce":
             in_fp16 = compressor.name == "fp16" and "allreduce_fp16" in self.collectives
-            collective = "allreduce_fp16" if in_fp16 else "allreduce"
-            return calls + entries * (rates.encode + rates.decode_one) + self.collective(collective, payload)
+            summed = self.collective("allreduce_fp16" if in_fp16 else "allreduce", sum(map(compressor.summed_bytes, infos)))
+            return calls + entries * (rates.encode + rates.decode_one) + summed
+        payload = sum(map(compressor.payload_bytes, infos))
         if compressor.exchange == "allgather":
             return calls + entries * (rates.encode + rates.decode_all) + self.collective("allgather", payload)
         owner = entries / world * (rates.encode + rates.decode_all)
