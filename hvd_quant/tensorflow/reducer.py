@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 from tensorflow.python.ops import control_flow_util
 
+from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
@@ -106,11 +107,16 @@ class Reducer(tf.Module):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
                              "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
         exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
-        reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given))))
+        # A graph takes one stage for all that travel together, so variables that were unfrozen late travel apart.
+        begun = [self.state.by_place[place].begun for place in given]
+        alike = tuple(map(begun.index, begun))
+        reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given), alike)))
         return [None if grad is None else reduced.get(self.state.place(v), grad) for grad, v in zip(grads, variables)]
 
-    def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...]) -> list[Gradient]:
+    def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...], alike: tuple[int, ...]) -> list[Gradient]:
         given = dict(zip(places, grads))
+        for place, number in zip(places, alike):
+            untracked(self.state.by_place[place], in_step=number)
         reduced: dict[int, Gradient] = {}
         for bucket in self._buckets(given):
             reduced.update(zip(bucket, self._travel(bucket, [given[place] for place in bucket])))
@@ -123,12 +129,13 @@ class Reducer(tf.Module):
         """What compressors decide for several tensors together, once these are reduced."""
         slots = [slot for slot in reduced if slot.travels.across_tensors and slot.worker_state and not slot.sparse]
         decided = []
-        for compressor, alike in by(slots, lambda slot: slot.compressor).items():
+        for (compressor, _), alike in by(slots, lambda slot: (slot.compressor, slot.in_step)).items():
             with tf.control_dependencies([reduced[slot] for slot in alike]):
                 at = {"step": alike[0].step.read_value(), "rank": alike[0].workers.rank, "world": alike[0].workers.world}
                 told = [(slot.info.part(*slot.pieces[slot.workers.local[0]]).at(**at), slot.worker_state) for slot in alike]
-                decided.append((Traced if compressor.native else Hosted)(compressor).between_steps(told))
-        return [done for done in decided if done is not None]
+                firsts, stages = zip(*compressor.stages())
+                decided.append(_at_stage(at["step"], firsts, [functools.partial(_between_steps, stage, told) for stage in stages]))
+        return decided
 
     def _buckets(self, given: dict[int, Gradient]) -> list[list[int]]:
         """Which gradients travel together, by their places; those that are expected to be complete first come first."""
@@ -169,7 +176,7 @@ class Reducer(tf.Module):
         if self._op == Adasum:
             return dense, slot.compressor, slot.workers  # which makes fp16 of it, or doesn't
         ways = slot.ways if self._op in (Average, Sum) else dense
-        return ways, None, slot.workers
+        return ways, slot.in_step if len(ways) > 1 else None, slot.workers
 
     def _parted(self, ways: tuple[Way, ...], slots: list[Slot]) -> list[list[Slot]]:
         """Those that fit into one collective, which over MPI counts bytes in 32 bits."""
@@ -200,11 +207,8 @@ class Reducer(tf.Module):
             return getattr(Flight(label, way.compressor, cargo, workers, self._op, self._predivide, style), way.kind)()
 
         def exchanged() -> Landed:
-            if len(ways) == 1:
-                return go(ways[0])
             least = tf.reduce_min(tf.stack([info.step for info in infos]))
-            stage = tf.math.count_nonzero(least >= [way.first for way in ways[1:]], dtype=tf.int32)
-            return tf.switch_case(stage, [functools.partial(go, way) for way in ways])
+            return _at_stage(least, [way.first for way in ways], [functools.partial(go, way) for way in ways])
 
         if network.ELASTIC:
             stay = Landed(grads, tf.zeros(len(COSTS), tf.float64))
@@ -232,6 +236,20 @@ class Reducer(tf.Module):
         if self._op not in (Average, Sum):
             raise ValueError(f"the gradient of {slot.info.name} is sparse, which op={self._op!r} can't reduce: pass "
                              "sparse_as_dense=True")
+
+
+def _at_stage(step: tf.Tensor, firsts: Sequence[int], branches: list[Callable[[], Any]]) -> Any:
+    """What that branch returns whose first step came last."""
+    if len(branches) == 1:
+        return branches[0]()
+    return tf.switch_case(tf.math.count_nonzero(step >= firsts[1:], dtype=tf.int32), branches)
+
+
+def _between_steps(stage: Compressor | None, told: list[Any]) -> tf.Tensor:
+    """Something that is there once a stage has decided for several tensors together; dense ones have nothing to decide."""
+    done = None if stage is None else (Traced if stage.native else Hosted)(stage).between_steps(told)
+    with tf.control_dependencies([] if done is None else [done]):
+        return tf.constant(True)
 
 
 def local_gradient(grad: Gradient | None, process_set: ProcessSet) -> Gradient | None:

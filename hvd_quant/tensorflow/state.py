@@ -55,6 +55,7 @@ class Slot(tf.Module):
         step: int64 variable, exchanges so far.
         averaged: int64 variable, exchanges until the variable was averaged last; None where it isn't.
         sparse: whether its gradient was an uncompressed ``tf.IndexedSlices`` when last a graph was made.
+        in_step: a number that slots share which had the same number of exchanges when last a graph was made.
     """
 
     def __init__(self, label: str, index: int, name: str, variable: Any, compressor: Compressor,
@@ -74,7 +75,7 @@ class Slot(tf.Module):
         pieces = ([(0, info.numel)] * places if compressor.allreduced else
                   exchange.ranges(info.numel, compressor.range_multiple, places, index))
         untracked(self, variable=plain(variable), label=label, index=index, compressor=compressor, travels=compressor, info=info,
-                  workers=workers, pieces=pieces, sparse=False)
+                  workers=workers, pieces=pieces, sparse=False, in_step=0)
         self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in self._shapes(place).items()}
         self.step = _variable(np.int64(0), f"{label}/step")
         self.averaged = _variable(np.int64(0), f"{label}/averaged") if compressor.averaging else None
@@ -95,6 +96,14 @@ class Slot(tf.Module):
     def counts(self) -> list[tf.Variable]:
         """What is the same on all workers."""
         return [self.step] if self.averaged is None else [self.step, self.averaged]
+
+    @property
+    def begun(self) -> int:
+        """Its exchanges so far, also while a graph is made; 0 without stages, and in TensorFlow 1, where they aren't known then."""
+        if not self.compressor.dense_steps and len(self.compressor.stages()) == 1:
+            return 0
+        with tf.init_scope():
+            return int(self.step) if tf.executing_eagerly() else 0
 
     @property
     def worker_state(self) -> dict[str, tf.Variable]:

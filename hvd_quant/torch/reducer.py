@@ -211,8 +211,8 @@ class Reducer:
 
     def _decide_together(self, slots: list[Slot]) -> None:
         """What compressors decide for the tensors that have travelled in a step together; those on one device."""
-        for (compressor, _), alike in _by(slots, lambda slot: (slot.compressor, slot.parameter.device)).items():
-            compressor.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
+        for (_, stage, _), alike in _by(slots, lambda slot: (slot.compressor, slot.compressor.at(slot.step), slot.parameter.device)).items():
+            stage.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
     def complete(self, flights: list[Flight]) -> None:
         """Finish flights in order. After an error, the others are waited for and taken back, so that none stays in flight and

@@ -237,11 +237,12 @@ class InArrays(TopK):
 
 
 @pytest.mark.parametrize("kind", [TopK, InArrays])
-@pytest.mark.parametrize("way", ["allgather", "sra"])
-def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(kind, way):
-    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification."""
-    compressor, weights = kind(ratio=0.05, min_numel=100, scope="model", exchange=way), variables()
-    reducer, simulated = Reducer(compressor, weights, name="test"), Simulation(compressor, generic, SHAPES, np.array, np.asarray)
+@pytest.mark.parametrize("way, stages", [("allgather", {}), ("sra", {}), ("allgather", {"schedule": "dgc", "schedule_steps": 2})], ids=str)
+def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(kind, way, stages):
+    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification. It is for what the next step
+    keeps."""
+    compressor, weights = kind(ratio=0.05, min_numel=100, scope="model", exchange=way, **stages), variables()
+    reducer, simulated = Reducer(compressor, weights, name="test"), Simulation(compressor.at(0), generic, SHAPES, np.array, np.asarray)
     large = ["a/kernel", "b/kernel"]
     reduce = tf.function(lambda grads: reducer.reduce(grads, weights))
     for step in range(5):
@@ -251,8 +252,9 @@ def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(kind, way):
         for name in SHAPES:
             expected = simulated.reduce(name, [g[name] for g in gradients], step)
             np.testing.assert_allclose(reduced[name], expected, rtol=1e-6, atol=1e-6)
+        simulated.compressor = compressor.at(step + 1)
         for of_one in simulated.states:
-            compressor.between_steps(generic, [(simulated.infos[n], of_one[n]) for n in large])
+            simulated.compressor.between_steps(generic, [(simulated.infos[n], of_one[n]) for n in large])
         found = reducer.state_dict()["tensors"]
         for name in large:
             for key, value in simulated.states[RANK][name].items():

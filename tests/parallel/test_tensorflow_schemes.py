@@ -195,6 +195,19 @@ def test_what_is_sent_follows_the_stages(spec):
     assert bucket["compressor"] == dataclasses.replace(compressor, schedule="none", schedule_steps=1000, warmup=0).spec
 
 
+@with_two
+def test_a_variable_that_is_unfrozen_late_begins_with_its_own_first_stage():
+    """And doesn't send those back into theirs that travel with it, eagerly or in a graph."""
+    weights = [tf.Variable(tf.zeros([1200]), name=name) for name in "ab"]
+    reducer = Reducer("topk:ratio=0.1,min_numel=0,warmup=2", weights, name="test")
+    in_graph = tf.function(lambda *grads: reducer.reduce(grads, weights[:len(grads)]))
+    for step, (reduce, count, expected) in enumerate([
+            (in_graph, 1, [False]), (in_graph, 1, [False]), (in_graph, 1, [True]), (in_graph, 2, [True, False]),
+            (lambda *grads: reducer.reduce(grads, weights), 2, [True, False]), (in_graph, 2, [True, True])]):
+        results = reduce(*(tf.constant(np.resize(g, 1200)) for g in recorded(step)[:count]))
+        assert [bool(np.mean(result == 0) > 0.5) for result in results] == expected, step
+
+
 class Own(TopK):
     """A user's, which TensorFlow calls on the host."""
 

@@ -204,9 +204,11 @@ def test_a_checkpoint_of_another_worker_or_shape(caplog):
     assert "compression state of 0.bias was kept for onebit and goes on with topk:min_numel=0,ratio=0.1" in caplog.text
 
 
-def test_a_threshold_for_the_whole_model_is_that_of_the_step_before():
-    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification; a checkpoint holds it."""
-    model, compressor = network(), get_compressor("topk:ratio=0.05,min_numel=0,scope=model,exchange=allgather")
+@pytest.mark.parametrize("schedule", ["", ",schedule=dgc,schedule_steps=2"])
+def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(schedule):
+    """Every worker's own, from all its tensors, as in a simulation with the NumPy specification; a checkpoint holds it. It is for
+    what the next step keeps."""
+    model, compressor = network(), get_compressor(f"topk:ratio=0.05,min_numel=100,scope=model,exchange=allgather{schedule}")
     shapes = {name: p.shape for name, p in model.named_parameters()}
     infos = {n: TensorInfo.whole(n, s, world=WORLD) for n, s in shapes.items()}
     large = [n for n in shapes if exchange.compressible(compressor, infos[n])]
@@ -227,11 +229,11 @@ def test_a_threshold_for_the_whole_model_is_that_of_the_step_before():
         for r in range(WORLD):
             for n in large:
                 info, g = dataclasses.replace(infos[n], step=step, rank=r), gradients[r][n].reshape(-1).numpy()
-                params = compressor.measure(generic, g, state[r][n], info)
-                payloads[n].append(compressor.encode(generic, g, state[r][n], params, info))
-            compressor.between_steps(generic, [(infos[n], state[r][n]) for n in large])
+                params = compressor.at(step).measure(generic, g, state[r][n], info)
+                payloads[n].append(compressor.at(step).encode(generic, g, state[r][n], params, info))
+            compressor.at(step + 1).between_steps(generic, [(infos[n], state[r][n]) for n in large])
         for n in large:
-            np.testing.assert_array_equal(reduced[n].reshape(-1), compressor.decode_mean(generic, payloads[n], infos[n]))
+            np.testing.assert_array_equal(reduced[n].reshape(-1), compressor.at(step).decode_mean(generic, payloads[n], infos[n]))
             for key, value in state[RANK][n].items():
                 np.testing.assert_array_equal(reduces.state_dict()["tensors"][n]["state"][key], value)
         if step == 2:
