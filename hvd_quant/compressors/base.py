@@ -335,6 +335,12 @@ class Compressor:
         return bool(self.dense_steps or self.averaging or len(self.stages()) > 1)
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer gets something else than the mean gradient even where nothing is compressed, and with one worker:
+        momentum correction, or the moving average of "ef21"."""
+        return bool(memory.of(self).always(TensorInfo.whole("", (1,))))
+
+    @property
     def allreduced(self) -> bool:
         """Whether it travels by one allreduce, or several, of whole tensors among all workers."""
         return self.linear and self.exchange in ("auto", "allreduce")

@@ -37,6 +37,8 @@ class Memory:
 
     active = False
     """Whether the other methods do anything."""
+    starts_anew = False
+    """Whether a step that goes uncompressed makes up for all that was kept, owners' residuals too, which are 0 then."""
 
     def __init__(self, residual: bool) -> None:
         self._residual = residual
@@ -121,12 +123,13 @@ class EF21(Memory):
     follow the mean of the estimates, which is the reduced gradient, by adding the mean of what was decoded.
 
     Steps that go uncompressed, of which the first is always one, set h = g. With eta below 1 a moving average
-    w = (1 - eta) w + eta g takes the place of g.
+    w = (1 - eta) w + eta g takes the place of g in all steps, compressed or not; it starts from the first g that isn't 0.
 
     Source: Richtárik, Sokolov, Fatkhullin 2021; the average, Fatkhullin, Tyurin, Richtárik 2023 ("EF21-SGDM").
     """
 
     active = True
+    starts_anew = True
 
     def __init__(self, eta: float) -> None:
         super().__init__(residual=False)
@@ -135,16 +138,17 @@ class EF21(Memory):
     def shapes(self, info, role):
         if role == "owner":
             return {"residual": (info.numel,)}
-        return dict.fromkeys(["estimate", "mean", *(["average"] if self._eta < 1 else [])], (info.numel,))
+        return {"estimate": (info.numel,), "mean": (info.numel,), **self.always(info)}
+
+    def always(self, info):
+        return {"average": (info.numel,)} if self._eta < 1 else {}
 
     def prepare(self, ops, grad, state, parameter, world, dense):
-        if dense:
-            return Prepared(grad, dict.fromkeys(["estimate", *(["average"] if self._eta < 1 else [])], ops.copy(grad)))
-        if self._eta == 1:
-            return Prepared(grad - state["estimate"], {})
-        w = (1 - self._eta) * state["average"]
-        w += self._eta * grad
-        return Prepared(w - state["estimate"], {"average": w})
+        w, kept = grad, {}
+        if self._eta < 1:
+            w = ops.moving_average(state["average"], grad, self._eta)
+            kept["average"] = w
+        return Prepared(w, {**kept, "estimate": ops.copy(w)}) if dense else Prepared(w - state["estimate"], kept)
 
     def settle(self, ops, state, kept, sent, mean):
         if sent is None:

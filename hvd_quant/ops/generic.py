@@ -184,6 +184,12 @@ def clip_norm(grad: Array, limit: float, world: int) -> Array:
         return grad * xp.clip(limit / math.sqrt(world) / norm, None, 1.0)
 
 
+def moving_average(average: Array, x: Array, eta: float) -> Array:
+    """(1 - eta) average + eta x, or x while there is no average but zeros; in memory of its own."""
+    xp = array_namespace(x)
+    return xp.where(xp.any(average != 0), (1 - eta) * average + eta * x, x)
+
+
 def zero_where(sent: Array, x: Array) -> Array:
     """x, and 0 where ``sent`` isn't."""
     xp = array_namespace(x)

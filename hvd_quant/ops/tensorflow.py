@@ -425,6 +425,11 @@ def clip_norm(grad: tf.Tensor, limit: float, world: Any) -> tf.Tensor:
     return grad * tf.minimum(tf.cast(limit / tf.sqrt(tf.cast(world, tf.float64)), tf.float32) / norm, 1.0)
 
 
+def moving_average(average: tf.Tensor, x: tf.Tensor, eta: float) -> tf.Tensor:
+    """(1 - eta) average + eta x, or x while there is no average but zeros."""
+    return tf.where(tf.reduce_any(average != 0), (1 - eta) * average + eta * x, x)
+
+
 def zero_where(sent: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """x, and 0 where ``sent`` isn't."""
     return tf.where(sent != 0, tf.zeros_like(x), x)

@@ -22,7 +22,7 @@ from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.codes import Encoded, Hosted, Traced
-from hvd_quant.tensorflow.state import COSTS, Slot
+from hvd_quant.tensorflow.state import COSTS, OWNER, Slot
 
 _NONE = get_compressor("none")
 _SHARED = 2**16
@@ -101,6 +101,10 @@ class Cargo:
         """
         mean, kept = self.memory.settle(ops, self._state, self._kept, sent, mean)
         self.changes += [Change(self.slot.state[key], kept[key], before) for key, before in self._before.items() if key in kept]
+        if sent is None and self.memory.starts_anew:
+            owners = {key: self.after_the_one_before(value) for key, value in self.slot.state.items()
+                      if key.startswith(OWNER) and key not in self.left}
+            self.changes += [Change(self.slot.state[key], tf.zeros_like(before), before) for key, before in owners.items()]
         return mean
 
     def local_part(self, done: list[Any], sent: tf.Tensor | None, factor: Any, before: tf.Tensor | None = None) -> tf.Tensor:

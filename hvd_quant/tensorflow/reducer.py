@@ -94,14 +94,14 @@ class Reducer(tf.Module):
         """
         grads, variables = list(grads), list(variables)
         alone = not network.ELASTIC and self._process_set.size() == 1
-        if not network.ELASTIC and not self._process_set.included() or alone and not self.state.corrects_momentum:
+        if not network.ELASTIC and not self._process_set.included() or alone and not self.state.has_momentum:
             return grads
         given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
         for grad, variable in zip(grads, variables):
             if grad is not None:
                 given[self.state.place(variable)] = tf.convert_to_tensor(grad) if self._sparse_as_dense else grad
         if alone:  # momentum is a part of training with one worker too
-            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.momentum
+            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.has_momentum
                      and not isinstance(grad, tf.IndexedSlices)}
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "

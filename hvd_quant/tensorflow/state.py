@@ -257,6 +257,11 @@ class State(tf.Module):
             object.__setattr__(slot, "travels", _NONE if chosen.name == "none" else chosen)
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether there is something to do with one worker."""
+        return any(slot.compressor.has_momentum for slot in self.by_place)
+
+    @property
     def corrects_momentum(self) -> bool:
         return any(slot.compressor.momentum for slot in self.by_place)
 

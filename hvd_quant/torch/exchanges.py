@@ -138,6 +138,9 @@ class Cargo:
             mean = self._settle(None, mean.view(-1))
             total = mean if op == Average else mean * world
             self.slot.kept = False
+            if self.memory.starts_anew:
+                for value in self.slot.owner_state.values():
+                    value.zero_()
         self.land(total)
 
     def _prepared(self, flat: torch.Tensor, world: int, dense: bool = False) -> torch.Tensor:

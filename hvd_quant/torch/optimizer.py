@@ -203,7 +203,7 @@ class _Compressed:
             if p in self._requires_update:
                 self._ordered.append(p)
                 self._reducer.add(self._parameter_names[p], p, index)
-            elif size() == 1 and p.requires_grad and select(self._parameter_names[p]).momentum:
+            elif size() == 1 and p.requires_grad and select(self._parameter_names[p]).has_momentum:
                 # Horovod leaves one worker's gradients alone, but momentum is part of training with one worker too.
                 self._ordered.append(p)
                 self._reducer.add(self._parameter_names[p], p, index)

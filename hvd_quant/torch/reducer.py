@@ -490,7 +490,10 @@ class Reducer:
         if slot.owned not in ((0, 0), owned):
             kept = slot.state.pop(f"{OWNER}residual", None)
             a, b = slot.owned
-            if kept is not None and "residual" in slot.state:
+            if kept is not None and not first <= a <= b <= last:
+                _log.warning("compression state of %s: what was kept of entries %d to %d, which other workers exchange now, is dropped",
+                             info.name, a, b)
+            elif kept is not None and "residual" in slot.state:
                 # An owner keeps means, and of this worker's residual a mean gets one part in `world`.
                 slot.state["residual"][a - first:b - first].add_(kept, alpha=info.world)
                 slot.kept = True
@@ -534,15 +537,11 @@ class Reducer:
         for name, slot in self._slots.items():
             kept = found.get(name, {"state": {}})
             owned = [key for key in kept["state"] if key.startswith(OWNER)]
-            if owned and kept.get("owned") == list(self._range_of(slot, self._info(slot))):
+            whole = [key for key in ("residual", "estimate") if key in slot.state]
+            if owned and "owned" in kept and all(key in kept["state"] and kept["state"][key].shape == slot.state[key].shape for key in whole):
+                # If another worker owns that range now, the next plan gives it back.
                 slot.owned = tuple(kept["owned"])
-                for key in owned:
-                    slot.state.setdefault(key, torch.zeros_like(kept["state"][key], device=slot.parameter.device))
-            elif owned:
-                _log.warning("compression state of %s: what was kept of entries %s, which another worker owns now, is dropped",
-                             name, kept.get("owned"))
-                slot.state = {key: value for key, value in slot.state.items() if not key.startswith(OWNER)}
-                self._planned_for = None
+                slot.state |= {key: torch.zeros_like(kept["state"][key], device=slot.parameter.device) for key in owned}
         for slot, step, values in restored(state, self._slots, **self._whose()):
             slot.step, slot.kept = step, bool(values)
             kept = found.get(slot.info.name, {})

@@ -242,7 +242,7 @@ class Simulation:
                 else:
                     g = state["velocity"] = f(s.momentum) * state["velocity"] + g
             if s.memory == "ef21" and s.eta != 1:
-                g = state["average"] = g if dense else f(1 - s.eta) * state["average"] + f(s.eta) * g
+                g = state["average"] = g if self.step == 0 else f(1 - s.eta) * state["average"] + f(s.eta) * g
             given.append(g)
         factor = self.n if self.summed else 1
         if dense:

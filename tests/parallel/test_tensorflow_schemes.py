@@ -242,6 +242,17 @@ def test_what_goes_dense_for_its_size_has_the_momentum_of_an_optimizer():
     assert {what for _, _, what in here.state()} == {"velocity"}
 
 
+@with_two
+def test_what_goes_dense_has_the_moving_average_of_ef21():
+    here = Together(compressors(["onebit:memory=ef21,eta=0.25"], min_numel=10**6) | compressors(["onebit:memory=ef21,eta=0.25,warmup=9"]))
+    for step in range(5):
+        means = [np.mean(grads, axis=0) for grads in zip(*(recorded(step, rank) for rank in range(WORLD)))]
+        averages = [0.75 * average + 0.25 * mean for average, mean in zip(averages, means)] if step else means
+        for results in here.step(recorded(step)).values():
+            for result, average in zip(results, averages):
+                np.testing.assert_allclose(result, average, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("memory", ["error_feedback", "ef21"])
 def test_what_an_owner_kept_is_not_lost_where_a_job_goes_on_without_owners(memory, monkeypatch):
     """With a constant gradient, all that is kept arrives in a few steps; a step that is void takes nothing out."""
@@ -270,6 +281,23 @@ def test_what_an_owner_kept_is_not_lost_where_a_job_goes_on_without_owners(memor
         received = received + last
     assert not reducer.state_dict()["tensors"]["Variable"]["state"]["owner.residual"].any()
     np.testing.assert_allclose(*((last, on_all(constant).mean(0)) if memory == "ef21" else (received, given)), rtol=0, atol=1e-5)
+
+
+@with_two
+def test_a_dense_step_leaves_nothing_to_owners_of_estimates():
+    """It gives all workers the mean of the estimates, of which nothing is missing then."""
+    weights = [tf.Variable(tf.zeros(shape)) for shape in SHAPES.values()]
+    spec = "onebit:block_size=64,memory=ef21,min_numel=0,exchange=sra"
+    before, after = Reducer(spec, weights, name="test"), Reducer(f"{spec},warmup=4", weights, name="test")
+    for step in range(3):
+        before.reduce([tf.constant(g) for g in recorded(step)], weights)
+    state = before.state_dict()
+    assert all(kept["state"]["owner.residual"].any() for kept in state["tensors"].values())
+    after.load_state_dict(state)
+    after.reduce([tf.constant(g) for g in recorded(3)], weights)
+    for kept in after.state_dict()["tensors"].values():
+        assert not kept["state"]["owner.residual"].any()
+        np.testing.assert_allclose(kept["state"]["mean"], on_all(kept["state"]["estimate"]).mean(0), rtol=0, atol=1e-6)
 
 
 def test_elastic_jobs_have_no_place_for_ef21(monkeypatch):

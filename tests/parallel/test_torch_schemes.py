@@ -94,25 +94,36 @@ def test_training_resumes_bit_for_bit(spec, tmp_path):
 
 
 @two
-def test_what_an_owner_has_kept_reaches_the_estimates():
-    """When a job goes on without owners, the mean of the estimates is the mean gradient that all have summed up."""
-    shape = (70, 60)
+@pytest.mark.parametrize("other, order, steps", [
+    ("allgather", "ab", 0), ("sra", "ba", 0), ("sra", "ba", 2), ("sra,warmup=5", "ab", 1), ("sra,warmup=5", "ab", 3)])
+def test_what_an_owner_has_kept_reaches_the_estimates(other, order, steps):
+    """What all workers have summed up, and what owners have kept of it, is the mean of the estimates: also where a job goes on
+    without owners, where others own a range, and after steps that go dense."""
+    shapes = {"a": (70, 60), "b": (30, 60)}
 
-    def made(exchange):
-        p = torch.nn.Parameter(torch.zeros(shape))
-        return p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("w", p)], f"onebit:memory=ef21,min_numel=0,exchange={exchange}")
+    def made(exchange, names):
+        named = [(name, torch.nn.Parameter(torch.zeros(shapes[name]))) for name in names]
+        spec = f"onebit:memory=ef21,min_numel=0,exchange={exchange}"
+        return named, hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named, spec)
 
-    p, optimizer = made("sra")
-    for step in range(4):
-        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + RANK))
-        optimizer.step()
-    state = optimizer.compression_state_dict()
-    _, other = made("allgather")
-    other.load_compression_state_dict(state)
-    kept = other.compression_state_dict()["tensors"]["w"]["state"]
-    assert "owner.residual" not in kept
-    torch.testing.assert_close(on_all(kept["estimate"]).mean(0), kept["mean"], rtol=0, atol=1e-5)
-    assert not torch.allclose(on_all(state["tensors"]["w"]["state"]["estimate"]).mean(0), kept["mean"], rtol=0, atol=1e-3)
+    def go_on(named, optimizer, steps):
+        for step in steps:
+            for name, p in named:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + RANK))
+            optimizer.step()
+        return optimizer.compression_state_dict()
+
+    def summed_up(kept):
+        owned = torch.zeros_like(kept["state"]["estimate"])
+        owned[slice(*kept["owned"])] = kept["state"].get("owner.residual", 0)
+        return kept["state"]["mean"] + on_all(owned).sum(0), on_all(kept["state"]["estimate"]).mean(0)
+
+    state = go_on(*made("sra", "ab"), range(4))
+    assert all(kept["state"]["owner.residual"].any() for kept in state["tensors"].values())
+    named, optimizer = made(other, order)
+    optimizer.load_compression_state_dict(state)
+    for kept in go_on(named, optimizer, range(4, 4 + steps))["tensors"].values():
+        torch.testing.assert_close(*summed_up(kept), rtol=0, atol=1e-5)
 
 
 @two
@@ -132,6 +143,19 @@ def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
         other = network()
         train(other, wrap(other, "none", torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)), range(5))
         torch.testing.assert_close(flat(model), flat(other), rtol=0, atol=1e-6)
+
+
+@two
+def test_gradients_that_go_dense_have_the_moving_average_of_ef21():
+    for spec, min_numel in (("onebit:memory=ef21,eta=0.25", 10**6), ("onebit:memory=ef21,eta=0.25,warmup=9", 0)):
+        p = torch.nn.Parameter(torch.zeros(40, 30))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("w", p)], f"{spec},min_numel={min_numel}")
+        for step in range(5):
+            p.grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + RANK))
+            mean = on_all(p.grad).mean(0)
+            average = 0.75 * average + 0.25 * mean if step else mean
+            optimizer.step()
+            torch.testing.assert_close(p.grad.view(-1), average)
 
 
 @two

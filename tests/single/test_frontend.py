@@ -40,6 +40,8 @@ def test_one_worker_without_a_launcher():
     assert hvd.size() == 1
     momentum = {"topk:min_numel=0,momentum=0.9": {"momentum": 0.9},
                 "onebit:momentum=0.9,nesterov=true": {"momentum": 0.9, "nesterov": True}}
+    average = {f"onebit:memory=ef21,eta=0.25,min_numel={n}": {"momentum": 0.75, "dampening": 0.75} for n in (0, 1000)}
+    momentum |= average  # SGD's momentum with as much dampening, whose first step has none, is a moving average
     for compression in ("none", "fp16", "topk:min_numel=0", "topk:merge=replace", "onebit:memory=ef21", *momentum, {"*": "onebit"}):
         torch.manual_seed(0)
         model, plain = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
