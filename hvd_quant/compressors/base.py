@@ -117,6 +117,8 @@ class Compressor:
     """Whether payloads may be summed as they are, by an allreduce; then :meth:`rounds` says how."""
     sparse: ClassVar[bool] = False
     """Whether most entries are not sent, and decode to 0."""
+    faithful: ClassVar[bool] = False
+    """Whether all that is lost is what a float type rounds away, so that nothing need be kept."""
     allreduces: ClassVar[int] = 1
     """How many allreduces one after another that takes: as many as :meth:`rounds` yields vectors."""
     native: ClassVar[bool] = False
@@ -166,7 +168,7 @@ class Compressor:
             found["merge"] = "'none' beside momentum correction, in which what is sent is no part of the gradient"
         if self.hierarchical and (self.merge != "none" or self.memory == "ef21" or self.momentum):
             found["hierarchical"] = "False beside a merge, momentum correction or memory='ef21', which go by a worker's own gradient"
-        if self.momentum and (self.memory != "error_feedback" or self.linear):
+        if self.momentum and (self.memory != "error_feedback" or self.linear) and not (self.faithful and self.memory == "none"):
             found["momentum"] = "0 beside a linear code or another memory than 'error_feedback'"
         if self.linear and self.memory == "ef21":
             found["memory"] = "'error_feedback' or 'none', since this code is linear"

@@ -14,6 +14,7 @@ from hvd_quant.registry import register
 @dataclass(frozen=True, kw_only=True)
 class _Half(Compressor):
     dtype: ClassVar[str]
+    faithful = True
     memory: str = "none"
     min_numel: int = 0
 
@@ -54,6 +55,7 @@ class FP16(_Half):
         return ops.widen(total, out), True
 
     def compress(self, tensor):
+        self.require_no_place()
         return stock_hooks(tensor).compress_half(tensor)
 
     def decompress(self, tensor, ctx):

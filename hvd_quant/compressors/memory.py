@@ -80,7 +80,8 @@ class MomentumCorrection(Memory):
     momentum, u = m (u + g) and v = v + u + g.
 
     What is accumulated is then what the momentum of an optimizer would have made of the gradients. v is the residual of error
-    feedback, to which u comes as the gradient. A tensor or step that goes uncompressed sends u, and keeps it.
+    feedback, to which u comes as the gradient. A tensor or step that goes uncompressed sends u, and keeps it; so do the codes that
+    keep no v, since nothing but rounding is left out.
 
     Source: Lin, Han, Mao, Wang, Dally 2018 ("Deep gradient compression"). They clip by the norm of the whole model's gradient;
     here each tensor's is clipped by its own, so that the first may leave while backward makes the next.
@@ -88,8 +89,8 @@ class MomentumCorrection(Memory):
 
     active = True
 
-    def __init__(self, momentum: float, nesterov: bool, clip_norm: float, weight_decay: float, sparse: bool) -> None:
-        super().__init__(residual=True)
+    def __init__(self, momentum: float, nesterov: bool, clip_norm: float, weight_decay: float, sparse: bool, residual: bool) -> None:
+        super().__init__(residual)
         self._momentum, self._nesterov, self._clip_norm, self._weight_decay = momentum, nesterov, clip_norm, weight_decay
         self._sparse = sparse  # a code that sends something of every entry would leave no momentum
 
@@ -162,7 +163,8 @@ def of(compressor: Any) -> Memory:
     """The memory that a compressor asks for."""
     if compressor.memory == "ef21":
         return EF21(compressor.eta)
+    residual = compressor.memory == "error_feedback"
     if compressor.momentum:
         return MomentumCorrection(compressor.momentum, compressor.nesterov, compressor.clip_norm, compressor.weight_decay,
-                                  compressor.sparse)
-    return Memory(residual=compressor.memory == "error_feedback")
+                                  compressor.sparse, residual)
+    return Memory(residual)

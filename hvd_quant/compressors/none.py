@@ -19,6 +19,7 @@ class NoCompression(Compressor):
     name = "none"
     native = True
     linear = True
+    faithful = True
     memory: str = "none"
     min_numel: int = 0
 
@@ -39,6 +40,7 @@ class NoCompression(Compressor):
         return ops.divide(total, info.world, out), True
 
     def compress(self, tensor):
+        self.require_no_place()
         return tensor, None
 
     def decompress(self, tensor, ctx):

@@ -17,7 +17,7 @@ from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import buckets
 from hvd_quant.keras.reducing import Settings, reducing
 from hvd_quant.registry import get_compressor, resolve, selector
-from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, weights_of
+from hvd_quant.tensorflow.arguments import advice_on, checked_bucket_bytes, checked_groups, weights_of
 from hvd_quant.tensorflow.state import State
 from hvd_quant.tensorflow.variables import make_variables
 
@@ -86,9 +86,8 @@ def DistributedOptimizer(
         compression = resolve(compression)
         if isinstance(compression, Mapping):
             selector(compression)  # raises for what can't be in one
-    if _corrects_momentum(compression) and _momentum_of(optimizer):
-        warnings.warn(f"{type(optimizer).__name__} has a momentum of its own, and the compressor adds another to the gradients: "
-                      "use an optimizer without, such as SGD with momentum=0", stacklevel=2)
+    for sentence in advice_on(optimizer, compression):
+        warnings.warn(sentence, stacklevel=2)
     return frontend(optimizer, "DistributedOptimizer").distribute(optimizer, Settings(
         name, device_dense, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
         average_aggregated_gradients, groups, process_set, scale_local_gradients, checked_bucket_bytes(bucket_bytes)))
@@ -176,19 +175,6 @@ def frontend(optimizer: Any, taker: str) -> Any:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         hint = "; for one of tf.compat.v1.train use hvd_quant.tensorflow"
     raise TypeError(f"{taker} takes an optimizer object such as keras.optimizers.SGD(0.1), not {optimizer!r}{hint}")
-
-
-def _corrects_momentum(compression: Any) -> bool:
-    if isinstance(compression, State):
-        return compression.corrects_momentum
-    chosen = compression.values() if isinstance(compression, Mapping) else [compression]
-    return any(get_compressor(c).momentum > 0 for c in chosen if isinstance(c, str | Compressor))
-
-
-def _momentum_of(optimizer: Any) -> float:
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return float(getattr(optimizer, "momentum", 0) or getattr(optimizer, "beta_1", 0))
 
 
 class _Maker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import buckets
 from hvd_quant.registry import get_compressor, resolve
-from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups
+from hvd_quant.tensorflow.arguments import advice_on, checked_bucket_bytes, checked_groups, warn_if_never_averaged
 from hvd_quant.tensorflow.reducer import Gradient, Reducer
 
 
@@ -56,6 +57,8 @@ def DistributedOptimizer(
             backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
             scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes)
     checked_bucket_bytes(bucket_bytes)
+    for sentence in advice_on(optimizer, compression):
+        warnings.warn(sentence, stacklevel=2)
     if op == horovod.Adasum:
         compression = resolve(compression)
         if isinstance(compression, Mapping) or isinstance(compression, Compressor) and compression.name not in ("none", "fp16"):
@@ -77,6 +80,7 @@ def DistributedOptimizer(
             reducers[key] = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
                                     predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
                                     process_set=process_set, bucket_bytes=bucket_bytes)
+            warn_if_never_averaged(reducers[key].state)
         with tf.device(device_dense):
             return reducers[key].reduce(grads, variables)
 

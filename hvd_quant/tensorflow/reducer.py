@@ -229,10 +229,11 @@ class Reducer(tf.Module):
             return tf.nest.map_structure(tf.identity, grad, expand_composites=True)
 
     def _warn_of_sparse(self, slot: Slot) -> None:
-        if slot.compressor.name != "none" and slot.info.name not in self._warned:
+        if (slot.compressor.name != "none" or slot.compressor.momentum) and slot.info.name not in self._warned:
             self._warned.add(slot.info.name)
-            warnings.warn(f"the gradient of {slot.info.name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True "
-                          "to compress it as a dense one", stacklevel=2)
+            without = " and without momentum" if slot.compressor.momentum else ""
+            warnings.warn(f"the gradient of {slot.info.name} is sparse and is exchanged uncompressed{without}; pass "
+                          "sparse_as_dense=True to compress it as a dense one", stacklevel=2)
         if self._op not in (Average, Sum):
             raise ValueError(f"the gradient of {slot.info.name} is sparse, which op={self._op!r} can't reduce: pass "
                              "sparse_as_dense=True")

@@ -16,7 +16,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant import exchange
-from hvd_quant.compressors import Compressor, TensorInfo, memory
+from hvd_quant.compressors import Compressor, TensorInfo, advice, memory
 from hvd_quant.exchange.checkpoint import OWNER, restored, saved
 from hvd_quant.exchange.stats import Bucket, Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
@@ -62,7 +62,7 @@ class Slot(tf.Module):
                  workers: network.Workers) -> None:
         super().__init__()
         dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
-        if dtype not in _REAL and compressor.name != "none":
+        if dtype not in _REAL and (compressor.name != "none" or compressor.momentum):
             raise TypeError(f"variable {name} is {dtype.name}; gradients of {', '.join(d.name for d in _REAL)} can be "
                             "compressed: give it 'none'")
         if not shape.is_fully_defined():
@@ -205,6 +205,8 @@ class State(tf.Module):
                           f"{', '.join(names[:5])}, ...", stacklevel=5)
         label = _numbered(re.sub(r"\W", "_", name))
         chosen = [select(name) for name in names]
+        for sentence in advice.left_out(dict(zip(names, chosen))):
+            warnings.warn(sentence, stacklevel=5)
         workers = {False: network.Workers(process_set, process_set)}
         if any(compressor.hierarchical for compressor in chosen):
             workers[True] = network.workers_by_host(process_set)
@@ -260,10 +262,6 @@ class State(tf.Module):
     def has_momentum(self) -> bool:
         """Whether there is something to do with one worker."""
         return any(slot.compressor.has_momentum for slot in self.by_place)
-
-    @property
-    def corrects_momentum(self) -> bool:
-        return any(slot.compressor.momentum for slot in self.by_place)
 
     def account(self, slots: list[Slot], label: str) -> Account:
         """The account of gradients that travel together."""

@@ -11,7 +11,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_quant.exchange import buckets
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor
-from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, weights_of
+from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, warn_if_never_averaged, weights_of
 from hvd_quant.tensorflow.reducer import Reducer, local_gradient
 from hvd_quant.tensorflow.state import state_of
 from hvd_quant.tensorflow.variables import plain
@@ -155,6 +155,8 @@ class _DistributedGradientTape:
         key = str({**settings, "groups": [[id(plain(v)) for v in g] for g in groups] if isinstance(groups, list) else groups,
                    "process_set": settings["process_set"].process_set_id})
         if key not in state.reducers:
+            if not state.reducers:
+                warn_if_never_averaged(state)
             state.reducers[key] = Reducer(state, variables, **settings)
         self._hvd_reducer = state.reducers[key]
         return self._hvd_reducer

@@ -12,7 +12,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
 
-from hvd_quant.compressors import Compressor
+from hvd_quant.compressors import Compressor, advice
 from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
@@ -86,9 +86,9 @@ def DistributedOptimizer(
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
-        if wrapped._reducer.corrects_momentum and any(map(_momentum_of, optimizer.param_groups)):
-            warnings.warn(f"{type(optimizer).__name__} has a momentum of its own, and compression={_spec(compression)} adds another "
-                          "to the gradients: use an optimizer without, such as SGD with momentum=0", stacklevel=2)
+        chosen = wrapped._reducer.compressors
+        for sentence in [*advice.twice(optimizer, optimizer.param_groups, chosen.values()), *advice.left_out(chosen)]:
+            warnings.warn(sentence, stacklevel=2)
         return wrapped
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
@@ -107,10 +107,6 @@ def DistributedOptimizer(
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
     return wrapped
-
-
-def _momentum_of(group: dict[str, Any]) -> float:
-    return group.get("momentum", 0) or next(iter(group.get("betas", ())), 0)
 
 
 def _spec(compression: Compressor | Mapping[str, Any]) -> str:
@@ -203,10 +199,9 @@ class _Compressed:
             if p in self._requires_update:
                 self._ordered.append(p)
                 self._reducer.add(self._parameter_names[p], p, index)
-            elif size() == 1 and p.requires_grad and select(self._parameter_names[p]).has_momentum:
-                # Horovod leaves one worker's gradients alone, but momentum is part of training with one worker too.
-                self._ordered.append(p)
-                self._reducer.add(self._parameter_names[p], p, index)
+        self._select = select
+        if size() == 1:
+            self._watch_newcomers()
         # Horovod makes a group of each parameter that is in none.
         self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
@@ -296,11 +291,13 @@ class _Compressed:
             self._allreduce_delay[p] = self.backward_passes_per_step
 
     def _watch_newcomers(self):
-        """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group."""
-        if size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1":
-            return  # as Horovod: one worker exchanges nothing
+        """Take in parameters that were frozen when the optimizer was wrapped, or came with add_param_group. Horovod leaves one
+        worker's gradients alone, but momentum is part of training with one worker too."""
+        alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
         for index, p in enumerate(self._all()):
             if p.requires_grad and p not in self._requires_update:
+                if alone and not self._select(self._parameter_names.get(p, "")).has_momentum:
+                    continue
                 if p not in self._parameter_names:
                     raise ValueError(f"a parameter of shape {tuple(p.shape)} was added after the optimizer was wrapped "
                                      "and has no name to be reduced by: wrap the optimizer anew with all "
@@ -309,6 +306,8 @@ class _Compressed:
                 self._ordered.append(p)
                 self._allreduce_delay[p] = self.backward_passes_per_step
                 self._reducer.add(self._parameter_names[p], p, index)
+                if alone:
+                    continue  # there is nothing to start in backward
                 accumulator = p.expand_as(p).grad_fn.next_functions[0][0]
                 accumulator.register_hook(self._make_hook(p))
                 self._grad_accs.append(accumulator)

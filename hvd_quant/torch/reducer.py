@@ -153,9 +153,10 @@ class Reducer:
     def ready_sparse(self, name: str, grad: torch.Tensor) -> Sparse:
         """A sparse gradient is there, which is not compressed and travels by itself."""
         slot, bucket = self._at(name)
-        if slot.compressor.name != "none" and name not in self._warned:
+        if (slot.compressor.name != "none" or slot.compressor.momentum) and name not in self._warned:
             self._warned.add(name)
-            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed; pass sparse_as_dense=True to "
+            without = " and without momentum" if slot.compressor.momentum else ""
+            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed{without}; pass sparse_as_dense=True to "
                           "compress it as a dense one", stacklevel=2)
         started = Sparse(self._info(slot), grad, self.op, self.process_set, self.stats)
         slot.step += 1
@@ -211,7 +212,8 @@ class Reducer:
 
     def _decide_together(self, slots: list[Slot]) -> None:
         """What compressors decide for the tensors that have travelled in a step together; those on one device."""
-        for (_, stage, _), alike in _by(slots, lambda slot: (slot.compressor, slot.compressor.at(slot.step), slot.parameter.device)).items():
+        groups = _by(slots, lambda slot: (slot.compressor, slot.compressor.at(slot.step), slot.parameter.device))
+        for (_, stage, _), alike in groups.items():
             stage.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
     def complete(self, flights: list[Flight]) -> None:
@@ -537,8 +539,9 @@ class Reducer:
         for name, slot in self._slots.items():
             kept = found.get(name, {"state": {}})
             owned = [key for key in kept["state"] if key.startswith(OWNER)]
-            whole = [key for key in ("residual", "estimate") if key in slot.state]
-            if owned and "owned" in kept and all(key in kept["state"] and kept["state"][key].shape == slot.state[key].shape for key in whole):
+            mine = [key for key in ("residual", "estimate") if key in slot.state]
+            fits = all(key in kept["state"] and kept["state"][key].shape == slot.state[key].shape for key in mine)
+            if owned and fits and "owned" in kept:
                 # If another worker owns that range now, the next plan gives it back.
                 slot.owned = tuple(kept["owned"])
                 slot.state |= {key: torch.zeros_like(kept["state"][key], device=slot.parameter.device) for key in owned}
@@ -559,8 +562,9 @@ class Reducer:
         return {name: sum(float(value.double().square().sum()) for value in values) ** 0.5 for name, values in kept.items() if values}
 
     @property
-    def corrects_momentum(self) -> bool:
-        return any(slot.compressor.momentum for slot in self._slots.values())
+    def compressors(self) -> dict[str, Compressor]:
+        """What the user chose, by parameter."""
+        return {name: slot.compressor for name, slot in self._slots.items()}
 
     def to_average(self, all: bool = False) -> list[tuple[str, torch.Tensor]]:
         """The parameters whose values are to be averaged over the workers now, as their compressors' ``average_every`` says, and

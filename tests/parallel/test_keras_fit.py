@@ -96,14 +96,16 @@ def test_eagerly_in_a_loop_and_with_a_train_step_of_ones_own():
 
 
 @pytest.mark.parametrize("passes", [False, True], ids=["steps", "passes"])
-def test_a_window_is_exchanged_once_and_is_a_larger_batch(passes):
+@pytest.mark.parametrize("spec, momentum", [
+    (TOPK, 0.9), (f"{TOPK},momentum=0.9", 0.0), ("topk:ratio=0.02,min_numel=0,schedule=dgc,schedule_steps=1,warmup=1", 0.9)])
+def test_a_window_is_exchanged_once_and_is_a_larger_batch(spec, momentum, passes):
     """gradient_accumulation_steps and backward_passes_per_step with the mean differ in what iterations counts."""
     once, window = network(), network()
-    a = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=TOPK)
+    a = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=momentum), compression=spec)
     fit(once, a, batch_size=16)
     how = {"backward_passes_per_step": 2, "average_aggregated_gradients": True} if passes else {}
-    plain = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=None if passes else 2)
-    b = hvd.DistributedOptimizer(plain, compression=TOPK, **how)
+    plain = keras.optimizers.SGD(0.1, momentum=momentum, gradient_accumulation_steps=None if passes else 2)
+    b = hvd.DistributedOptimizer(plain, compression=spec, **how)
     fit(window, b)
     np.testing.assert_allclose(flat(window), flat(once), atol=1e-6)
     assert_same_everywhere(flat(window))

@@ -1,5 +1,7 @@
 """Horovod's stock tape with our compressors, and Horovod's own API through our import."""
 
+import warnings
+
 import horovod.tensorflow as stock
 import keras
 import numpy as np
@@ -140,19 +142,36 @@ def test_an_optimizer_of_tensorflow_1_in_a_session_and_eagerly():
     np.testing.assert_allclose(ours["none"], ours["onebit:block_size=64,min_numel=0"], rtol=1e-5)
 
 
-def test_an_optimizer_of_tensorflow_1_that_accumulates():
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_optimizer_of_tensorflow_1_that_accumulates(momentum):
+    spec, expected = f"onebit:block_size=64,min_numel=0,warmup=1,momentum={momentum}", 0.0
     with tf.Graph().as_default():
         w = tf.compat.v1.get_variable("w", initializer=np.zeros(300, np.float32))
         optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=3,
-                                             compression="onebit:block_size=64,min_numel=0")
+                                             compression=spec)
         train_op = optimizer.minimize(tf.reduce_sum(w) * (RANK + 1.0))
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             session.run(tf.compat.v1.local_variables_initializer())
             for i in range(7):
                 session.run(train_op)
-                expected = -((i + 1) // 3) * 3 * np.mean([r + 1.0 for r in range(WORLD)])
+                if i % 3 == 2:
+                    velocity = momentum * (velocity if i > 2 else 0) + 3 * np.mean([r + 1.0 for r in range(WORLD)])
+                    expected -= velocity
                 np.testing.assert_allclose(session.run(w), np.full(300, expected), rtol=1e-6)
+
+
+def test_what_an_optimizer_of_tensorflow_1_is_warned_of():
+    with pytest.warns(UserWarning, match="MomentumOptimizer has a momentum of its own, and compression=topk:momentum=0.5 adds"):
+        hvd.DistributedOptimizer(tf.compat.v1.train.MomentumOptimizer(0.1, 0.9), compression="topk:momentum=0.5")
+    v = tf.Variable(tf.zeros(300))
+    optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression="topk:min_numel=0,merge=replace")
+    with pytest.warns(UserWarning, match=r"tape or an optimizer of tf.compat.v1.train doesn't do: call .* every 500 steps"):
+        optimizer.minimize(lambda: tf.reduce_sum(v), var_list=[v])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer.minimize(lambda: tf.reduce_sum(v), var_list=[v])
+        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression="topk:momentum=0.5")
 
 
 def test_what_tensorflow_1_keeps_is_each_workers_own_and_carries_on():

@@ -125,9 +125,9 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
 @with_two
 def test_a_step_that_is_not_finite_leaves_no_trace():
     """In the tensor whose gradient has such a value; compressed, or dense for their size or in a warm-up."""
-    specs = {0: KEPT, 10**6: [spec for spec in KEPT if "momentum" in spec]}  # others keep nothing of a tensor that is always dense
-    here = Together({(spec, min_numel): chosen for min_numel in specs
-                     for spec, chosen in compressors(specs[min_numel], min_numel=min_numel).items()})
+    always = [spec for spec in KEPT if get_compressor(spec).has_momentum]  # of others nothing is kept of small tensors
+    here = Together({(spec, min_numel): chosen for min_numel, specs in ((0, KEPT), (10**6, always))
+                     for spec, chosen in compressors(specs, min_numel=min_numel).items()})
     assert {key for key, _, _ in here.state()} == set(here.reducers)
     for step in range(7):
         matrix, vector = recorded(step)
@@ -135,6 +135,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace():
             here.step([matrix, vector])
             continue
         before, values = here.state(), here.values()
+        assert {key for key, _, _ in before} == set(here.reducers)
         if RANK == WORLD - 1:
             matrix[3, 7] = np.nan if step else np.inf
         for results in here.step([matrix, vector]).values():
@@ -228,18 +229,26 @@ def test_a_compressor_of_ones_own_has_all_of_them():
 
 @with_two
 def test_what_goes_dense_for_its_size_has_the_momentum_of_an_optimizer():
+    """And what travels by codes that leave nothing out."""
     here = Together(compressors(["topk:momentum=0.9", "topk:momentum=0.9,nesterov=true"], min_numel=10**6))
+    whole = Together(compressors(["none:momentum=0.9", "fp16:momentum=0.9", "bf16:momentum=0.9"]))
     momenta = [tf.keras.optimizers.SGD(0.1, momentum=0.9, nesterov=nesterov) for nesterov in (False, True)]
     others = [[tf.Variable(tf.zeros(shape)) for shape in SHAPES.values()] for _ in momenta]
     for step in range(5):
         here.step(recorded(step))
+        whole.step(recorded(step))
         for optimizer, variables in zip(momenta, others):
             means = [np.mean(grads, axis=0) for grads in zip(*(recorded(step, rank) for rank in range(WORLD)))]
             optimizer.apply_gradients(zip(map(tf.constant, means), variables))
     for weights, variables in zip(here.weights.values(), others):
         for weight, variable in zip(weights, variables):
             np.testing.assert_allclose(weight.numpy(), variable.numpy(), rtol=0, atol=1e-6)
-    assert {what for _, _, what in here.state()} == {"velocity"}
+    for weights in whole.weights.values():
+        for weight, variable in zip(weights, others[0]):
+            np.testing.assert_allclose(weight.numpy(), variable.numpy(), rtol=0, atol=1e-2)
+    assert {what for _, _, what in here.state() | whole.state()} == {"velocity"}
+    with pytest.warns(UserWarning, match="momentum of some parameters, and b train without any"):
+        Reducer({"a": "topk:momentum=0.9"}, [tf.Variable(0.0, name=name) for name in "ab"], name="test")
 
 
 @with_two

@@ -123,6 +123,19 @@ def test_sparse_gradients(op, in_graph):
     assert kinds == [["sparse"], ["allgather"]]
 
 
+def test_a_tape_that_never_averages_what_differs_says_so_once():
+    v, warned = tf.Variable(tf.zeros(300)), []
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * (RANK + 1.0))
+        tape = hvd.DistributedGradientTape(tape, compression="topk:min_numel=0,average_every=7")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tape.gradient(loss, [v])
+        warned.append([str(w.message) for w in caught if "call hvd.average_parameters(variables) every 7 steps" in str(w.message)])
+    assert list(map(len, warned)) == [1, 0]
+
+
 def test_warm_up_is_dense_and_then_compressed():
     network = Network()
     state = hvd.Compression.topk(ratio=0.1, min_numel=0, warmup=3, exchange="allgather").bind(network.variables)

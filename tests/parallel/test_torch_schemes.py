@@ -1,6 +1,7 @@
 """Memories and merges, on several workers: the same as a simulation from the formulas, and what else can be told of them."""
 
 import copy
+import dataclasses
 import math
 import warnings
 
@@ -11,7 +12,7 @@ import torch
 import hvd_quant.torch as hvd
 from hvd_quant import get_compressor
 from tests.parallel import simulation
-from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, flat, network, on_all, train, wrap
+from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
 SHAPES = {"matrix": (30, 41), "vector": (700,)}
 
@@ -60,12 +61,19 @@ def snapshot(optimizer):
 
 
 @two
+@each
 @pytest.mark.parametrize("steps", [0, 1, 5])
-@pytest.mark.parametrize("spec, min_numel", [(spec, least) for spec in KEPT for least in (0, 10**6) if not least or "momentum" in spec])
-def test_a_step_that_is_not_finite_leaves_no_trace(spec, steps, min_numel):
-    """In what is kept: of all, and of momentum also where a tensor is always dense."""
-    model, optimizer = wrapped(spec, min_numel)
+@pytest.mark.parametrize("way", ["compressed", "small", "in a warm-up again"])
+def test_a_step_that_is_not_finite_leaves_no_trace(spec, steps, way):
+    if way == "small" and not get_compressor(spec).has_momentum:
+        pytest.skip("nothing is kept of small tensors")
+    model, optimizer = wrapped(spec, 10**6 if way == "small" else 0)
     train(model, optimizer, range(steps))
+    if way == "in a warm-up again":
+        state = optimizer.compression_state_dict()
+        late = dataclasses.replace(get_compressor(spec), min_numel=0, warmup=99)
+        optimizer = wrap(model, late, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.load_compression_state_dict(state)
     before = snapshot(optimizer)
     assert before
     optimizer.zero_grad()
@@ -136,13 +144,36 @@ def test_a_model_averaging_optimizer_is_not_distributed_again():
 
 @two
 def test_gradients_that_go_dense_have_the_momentum_of_an_optimizer():
-    """Small tensors, all tensors in the warm-up, and those of one worker alone."""
-    for spec, min_numel, nesterov in (("topk:momentum=0.9", 10**6, False), ("topk:momentum=0.9,nesterov=true,warmup=9", 0, True)):
+    """Small tensors, all tensors in the warm-up, and those of codes that leave nothing out."""
+    for spec, min_numel, nesterov, atol in (
+            ("topk:momentum=0.9", 10**6, False, 1e-6), ("topk:momentum=0.9,nesterov=true,warmup=9", 0, True, 1e-6),
+            ("none:momentum=0.9", 0, False, 1e-6), ("fp16:momentum=0.9,nesterov=true", 0, True, 1e-3),
+            ("bf16:momentum=0.9", 0, False, 4e-3)):
         model, optimizer = wrapped(spec, min_numel)
         train(model, optimizer, range(5))
         other = network()
         train(other, wrap(other, "none", torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)), range(5))
-        torch.testing.assert_close(flat(model), flat(other), rtol=0, atol=1e-6)
+        torch.testing.assert_close(flat(model), flat(other), rtol=0, atol=atol)
+
+
+@two
+@pytest.mark.parametrize("spec", [*KEPT, "topk:ratio=0.1,warmup=2", "topk:ratio=0.02,schedule=dgc,schedule_steps=1,warmup=1"])
+def test_a_step_is_one_exchange_however_many_backward_passes_it_has(spec):
+    (model, optimizer), (other, reference) = wrapped(spec, backward_passes_per_step=2), wrapped(spec)
+    for step in range(6):
+        optimizer.zero_grad()
+        plain = network()
+        plain.load_state_dict(other.state_dict())
+        for batch in (2 * step, 2 * step + 1):
+            backward(model, batch)
+            backward(plain, batch)
+        optimizer.step()
+        for p, own in zip(other.parameters(), plain.parameters()):
+            p.grad = own.grad
+        reference.step()
+    assert torch.equal(flat(model), flat(other))
+    stats, expected = optimizer.compression_stats(), reference.compression_stats()
+    assert (stats["steps"], stats["wire_bytes"]) == (6, expected["wire_bytes"])
 
 
 @two
@@ -217,6 +248,11 @@ def test_a_second_momentum_is_warned_about():
         model = network()
         with pytest.warns(UserWarning, match="has a momentum of its own, and compression=topk:momentum=0.9 adds another"):
             wrap(model, "topk:momentum=0.9", optimizer(model.parameters()))
+    model = network()
+    with pytest.warns(UserWarning, match="has a weight decay of its own, and compression=topk:momentum=0.9,weight_decay=0.1 adds"):
+        wrap(model, "topk:momentum=0.9,weight_decay=0.1", torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+    with pytest.warns(UserWarning, match="momentum of some parameters, and 0.bias, 2.bias train without any"):
+        wrap(model, {"*.weight": "topk:momentum=0.9"}, torch.optim.SGD(model.parameters(), lr=0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped("topk:momentum=0.9")

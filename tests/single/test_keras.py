@@ -36,12 +36,14 @@ def test_it_is_saved_as_the_optimizer_it_was_made_from(make):
 @pytest.mark.parametrize("make", [lambda: SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam(), lambda: Scaler(SGD(0.1, momentum=0.9))])
 @pytest.mark.parametrize("compression", ["topk:momentum=0.5", {"*/kernel": "topk:momentum=0.5"}])
 def test_a_second_momentum_is_warned_about(make, compression):
-    with pytest.warns(UserWarning, match="has a momentum of its own, and the compressor adds another"):
+    with pytest.warns(UserWarning, match="has a momentum of its own, and compression=topk:momentum=0.5 adds another"):
         distributed(make(), compression=compression)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         distributed(compression=compression)
         distributed(make(), compression="topk")
+    with pytest.warns(UserWarning, match="AdamW has a weight decay of its own, and compression="):
+        distributed(keras.optimizers.AdamW(weight_decay=0.1), compression="topk:momentum=0.5,weight_decay=0.1")
 
 
 def distributed(optimizer=None, **kwargs):

@@ -9,6 +9,7 @@ import pytest
 
 import hvd_quant
 from hvd_quant import Compression, Compressor, get_compressor, list_compressors, register, registry
+from hvd_quant.compressors import advice
 from tests.conftest import CODECS
 
 BUILT_IN = ["adaptive", "bf16", "blockwise8", "fp16", "natural", "none", "onebit", "powersgd", "qsgd", "randomk", "signsgd",
@@ -102,7 +103,9 @@ def test_ready_made_and_classes():
     ("topk:momentum=0.9,hierarchical=true", ValueError, "topk: hierarchical=True is not accepted; give False beside a merge"),
     ("topk:momentum=1", ValueError, "topk: momentum=1.0 is not accepted; give a number from 0 up to, but not, 1"),
     ("topk:momentum=0.9,memory=ef21", ValueError, "topk: momentum=0.9 is not accepted; give 0 beside a linear code or another"),
-    ("none:momentum=0.9", ValueError, "none: momentum=0.9 is not accepted; give 0 beside a linear code"),
+    ("randomk:momentum=0.9", ValueError, "randomk: momentum=0.9 is not accepted; give 0 beside a linear code"),
+    ("powersgd:momentum=0.9,memory=none", ValueError, "powersgd: momentum=0.9 is not accepted; give 0 beside a linear code"),
+    ("fp16:nesterov=true", ValueError, "fp16: nesterov=True is not accepted; give it together with momentum="),
     ("fp16:memory=ef21", ValueError, "fp16: memory='ef21' is not accepted"),
     ("topk:nesterov=true", ValueError, "topk: nesterov=True is not accepted; give it together with momentum="),
     ("topk:clip_norm=1", ValueError, "topk: clip_norm=1.0 is not accepted; give it together with momentum="),
@@ -203,3 +206,24 @@ def test_a_broken_entry_point_says_which(empty_slot, monkeypatch):
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [_Point("sick", OSError("no disk"))])
     with pytest.raises(ValueError, match="'sick' of entry point 'package:sick' can't be registered: no disk"):
         get_compressor("sick")
+
+
+@pytest.mark.parametrize("settings, specs, told", [
+    ({"momentum": 0.9}, ["topk:momentum=0.5"], ["momentum"]), ({"betas": (0.9, 0.99)}, ["none", "topk:momentum=0.5"], ["momentum"]),
+    ({"_beta1": 0.9}, ["none:momentum=0.5"], ["momentum"]), ({"beta_1": lambda: 0.9}, ["topk:momentum=0.5"], ["momentum"]),
+    ({"momentum": 0.9, "weight_decay": 0.1}, ["topk"], []), ({"momentum": 0, "betas": (0.0, 0.99)}, ["topk:momentum=0.5"], []),
+    ({"beta_1": None, "weight_decay": None}, ["topk:momentum=0.5,weight_decay=0.1"], []),
+    ({"weight_decay": 0.1}, ["topk:momentum=0.5"], []),
+    ({"_momentum": 0.9, "weight_decay": 0.1}, ["topk:momentum=0.5,weight_decay=0.1"], ["momentum", "weight decay"])], ids=str)
+def test_what_an_optimizer_would_do_once_more(settings, specs, told):
+    sentences = advice.twice(Compression, [{}, settings], map(get_compressor, specs))
+    assert len(sentences) == len(told)
+    for sentence, what in zip(sentences, told):
+        assert f"has a {what} of its own, and compression={specs[-1]} adds another to the gradients" in sentence
+
+
+def test_parameters_without_the_momentum_of_others():
+    some = {"a": get_compressor("topk:momentum=0.5"), "b": get_compressor("none"), "c": get_compressor("onebit")}
+    (sentence,) = advice.left_out(some)
+    assert "momentum of some parameters, and b, c train without any: give them one too" in sentence and "'none:momentum=0.5'" in sentence
+    assert all(not advice.left_out({name: some[name] for name in names}) for names in ("a", "bc", ""))
