@@ -20,8 +20,8 @@ class QSGD(Stochastic):
     decodes to sign(v) * level * norm / s. The variance of a block of d entries is at most min(d / s^2, sqrt(d) / s) times
     \\|v\\|^2 with the 2-norm; with the largest magnitude, which never exceeds it, an entry is off by less than largest / s.
 
-    With error feedback, take the largest magnitude: an error that is larger than v grows where it is added to the next v, and with
-    the 2-norm and few levels it is.
+    A memory goes with the 2-norm only where that bound is below 1: an error as large as v grows without end where it is added to
+    the next v. With the largest magnitude it can't grow beyond that, but with 2 bits it grows to several times the gradient first.
 
     Source: Alistarh, Grubic, Li, Tomioka, Vojnovic 2017. Different from there: fields have a fixed width.
 
@@ -42,6 +42,10 @@ class QSGD(Stochastic):
         self.require("bits", "2, 4 or 8", lambda x: is_int(x) and x in (2, 4, 8))
         self.require("norm", one_of(["max", "l2"]), lambda x: x in ("max", "l2"))
         self.require("block_size", layout.BLOCK_SIZES, layout.is_block_size)
+        levels = 2 ** (self.bits - 1) - 1
+        if self.memory != "none" and min(self.block_size / levels**2, self.block_size**0.5 / levels) >= 1:
+            self.require("norm", f"'max' beside memory={self.memory!r}, or 8 bits and blocks below 16,129 entries: what is kept would "
+                                 "grow without end", lambda x: x == "max")
 
     @property
     def range_multiple(self) -> int:

@@ -185,6 +185,30 @@ def test_ranges_are_encoded_separately(compressor, backend):
     np.testing.assert_allclose(np.concatenate(decoded) + whole.residual, normal(numel), atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", [*ERROR_FEEDBACK, "qsgd:bits=2", "qsgd", "qsgd:bits=8", "qsgd:bits=8,norm=l2,block_size=1024",
+                                  "terngrad", "terngrad:clip=0", "natural", "blockwise8", "signsgd"])
+@pytest.mark.parametrize("memory", ["error_feedback", "ef21"])
+def test_what_is_kept_does_not_grow_without_end(spec, memory):
+    """With gradients that have nothing in common, a residual settles; with one that stays the same, an estimate comes nearer."""
+    compressor = dataclasses.replace(get_compressor(spec), memory=memory)
+    worker, kept, g = Worker(compressor, BACKENDS.get("torch", BACKENDS["generic"]), 2048), 0, normal(2048)
+    for step in range(200):
+        if memory == "error_feedback":
+            worker.encode(normal(2048, step))
+        else:
+            kept = kept + worker.decode(worker.encode(g - kept))
+    error = worker.residual if memory == "error_feedback" else g - kept
+    assert np.linalg.norm(error) < (30 if memory == "error_feedback" else 1) * np.linalg.norm(g)
+
+
+@pytest.mark.parametrize("knobs", ["bits=2,norm=l2", "norm=l2,block_size=64", "bits=8,norm=l2,block_size=16384"])
+@pytest.mark.parametrize("memory", ["error_feedback", "ef21"])
+def test_a_memory_that_would_grow_without_end_is_refused(knobs, memory):
+    assert get_compressor(f"qsgd:{knobs}").memory == "none"
+    with pytest.raises(ValueError, match=f"qsgd: norm='l2' is not accepted; give 'max' beside memory='{memory}'"):
+        get_compressor(f"qsgd:{knobs},memory={memory}")
+
+
 @every(ERROR_FEEDBACK)
 def test_without_memory_the_first_step_is_the_same_and_nothing_is_kept(compressor, backend):
     forgetful = dataclasses.replace(compressor, memory="none")
