@@ -170,7 +170,9 @@ class Compressor:
             found["hierarchical"] = "False beside a merge, momentum correction or memory='ef21', which go by a worker's own gradient"
         if self.momentum and (self.memory != "error_feedback" or self.linear) and not (self.faithful and self.memory == "none"):
             found["momentum"] = "0 beside a linear code or another memory than 'error_feedback'"
-        if self.linear and self.memory == "ef21":
+        if self.faithful and self.memory != "none":
+            found["memory"] = "'none': there is no residual of what is merely rounded"
+        elif self.linear and self.memory == "ef21":
             found["memory"] = "'error_feedback' or 'none', since this code is linear"
         if not self.momentum:
             found |= {field: "it together with momentum=, of whose correction it is a part"

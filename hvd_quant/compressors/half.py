@@ -18,10 +18,6 @@ class _Half(Compressor):
     memory: str = "none"
     min_numel: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("memory", "'none': a half type rounds each value, there is no residual", lambda x: x == "none")
-
     def payload_bytes(self, info: TensorInfo) -> int:
         return wire.HEADER_BYTES + wire.padded(2 * info.numel)
 

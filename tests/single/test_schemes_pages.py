@@ -58,3 +58,28 @@ def test_the_size_of_a_message(name):
     spec = re.search(r'compression="([^"]+)"', page_of(name).read_text())[1]
     nbytes = get_compressor(spec).payload_bytes(TensorInfo.whole("w", (1024, 1024)))
     assert (size, times) == (f"{nbytes:,}", f"{4 * 2**20 / nbytes:.1f}")
+
+
+def accepted(*knobs):
+    name, *knobs = knobs
+    try:
+        return bool(get_compressor(f"{name}:{','.join(('tau=1',) * (name == 'threshold') + tuple(knobs))}"))
+    except ValueError:
+        return False
+
+
+def test_what_goes_with_what():
+    table = (PAGES / "README.md").read_text().partition("## What goes with what")[2].partition("\n## ")[0]
+    (_, *columns), _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*\|$", table, re.M))
+    columns = [column.strip("`") for column in columns]
+    named = []
+    for heads, *cells in rows:
+        for head in re.findall(r"`([^`]+)`", heads):
+            named.append(head)
+            for column, cell in zip(columns, cells, strict=True):
+                given = ["topk", head] if "=" in head else [head]
+                expected = "yes" if accepted(*given, column) else "no"
+                if expected == "no" and "memory" not in "".join(given) + column and accepted(*given, "memory=error_feedback", column):
+                    expected = "with `memory=error_feedback`"
+                assert cell == ("" if head == column else expected), (head, column)
+    assert set(named) == set(OWN_CODES) | {column for column in columns if not column.startswith(("hierarchical", "schedule"))}
