@@ -330,6 +330,14 @@ def test_sparse_gradients_of_an_uncompressed_optimizer_are_counted():
     assert stats["wire_bytes"] == (2 * 8 + 20 * 4) * (WORLD - 1) and stats["exchanges"] == {"sparse": ["weight"]}
 
 
+def test_a_sparse_gradient_has_no_momentum_which_is_said():
+    table = torch.nn.Embedding(50, 10, sparse=True)
+    optimizer = wrap(table, "none:momentum=0.9", torch.optim.SGD(table.parameters(), lr=1.0))
+    with pytest.warns(UserWarning, match="the gradient of weight is sparse and is exchanged uncompressed and without momentum; pass"):
+        table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
 def test_a_sparse_gradient_missing_once():
     table = torch.nn.Embedding(50, 10, sparse=True)
     optimizer = wrap(table, TOPK, torch.optim.SGD(table.parameters(), lr=1.0))

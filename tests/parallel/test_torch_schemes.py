@@ -111,7 +111,7 @@ def test_what_an_owner_has_kept_reaches_the_estimates(other, order, steps):
 
     def made(exchange, names):
         named = [(name, torch.nn.Parameter(torch.zeros(shapes[name]))) for name in names]
-        spec = f"onebit:memory=ef21,min_numel=0,exchange={exchange}"
+        spec = f"onebit:block_size=64,memory=ef21,min_numel=0,exchange={exchange}"
         return named, hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named, spec)
 
     def go_on(named, optimizer, steps):
