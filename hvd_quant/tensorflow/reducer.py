@@ -126,12 +126,13 @@ class Reducer(tf.Module):
             return tf.nest.map_structure(tf.identity, grads, expand_composites=True) if decided else grads
 
     def _decided(self, reduced: dict[Slot, Gradient]) -> list[Any]:
-        """What compressors decide for several tensors together, once these are reduced."""
+        """What the next step's compressors decide for several tensors together, once these are reduced."""
         slots = [slot for slot in reduced if slot.travels.across_tensors and slot.worker_state and not slot.sparse]
         decided = []
         for (compressor, _), alike in by(slots, lambda slot: (slot.compressor, slot.in_step)).items():
             with tf.control_dependencies([reduced[slot] for slot in alike]):
-                at = {"step": alike[0].step.read_value(), "rank": alike[0].workers.rank, "world": alike[0].workers.world}
+                step = alike[0].step.read_value()
+                at = {"step": step, "rank": alike[0].workers.rank, "world": alike[0].workers.world}
                 told = [(slot.info.part(*slot.pieces[slot.workers.local[0]]).at(**at), slot.worker_state) for slot in alike]
                 firsts, stages = zip(*compressor.stages())
                 decided.append(_at_stage(at["step"], firsts, [functools.partial(_between_steps, stage, told) for stage in stages]))

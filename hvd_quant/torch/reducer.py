@@ -211,10 +211,11 @@ class Reducer:
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
 
     def _decide_together(self, slots: list[Slot]) -> None:
-        """What compressors decide for the tensors that have travelled in a step together; those on one device."""
+        """What the next step's compressors decide for tensors that have travelled in a step together; those on one device."""
         groups = _by(slots, lambda slot: (slot.compressor, slot.compressor.at(slot.step), slot.parameter.device))
         for (_, stage, _), alike in groups.items():
-            stage.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
+            if stage is not None:  # a dense one has nothing to decide
+                stage.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
     def complete(self, flights: list[Flight]) -> None:
         """Finish flights in order. After an error, the others are waited for and taken back, so that none stays in flight and
