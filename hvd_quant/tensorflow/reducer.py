@@ -131,8 +131,7 @@ class Reducer(tf.Module):
         decided = []
         for (compressor, _), alike in by(slots, lambda slot: (slot.compressor, slot.in_step)).items():
             with tf.control_dependencies([reduced[slot] for slot in alike]):
-                step = alike[0].step.read_value()
-                at = {"step": step, "rank": alike[0].workers.rank, "world": alike[0].workers.world}
+                at = {"step": alike[0].step.read_value(), "rank": alike[0].workers.rank, "world": alike[0].workers.world}
                 told = [(slot.info.part(*slot.pieces[slot.workers.local[0]]).at(**at), slot.worker_state) for slot in alike]
                 firsts, stages = zip(*compressor.stages())
                 decided.append(_at_stage(at["step"], firsts, [functools.partial(_between_steps, stage, told) for stage in stages]))

@@ -1,9 +1,9 @@
 """Training schemes on n workers in one process, from their formulas, in NumPy. Nothing here comes from hvd_quant.
 
-A tensor has at most 4,096 entries, so that the codes that sample see all of them, and codes that drop entries are not cut into
-ranges, whose capacities would come in.
+A tensor has at most 4,096 entries, so that the codes that sample see all of them, and none has two sets of levels.
 """
 
+import copy
 import dataclasses
 import hashlib
 import math
@@ -18,15 +18,30 @@ class NearADecision(Exception):
     """Other numbers have to be drawn."""
 
 
+KNOBS = {"topk": ("ratio", "values", "mean", "scope"), "threshold": ("tau", "capacity"), "adaptive": ("ratio",),
+         "onebit": ("block_size", "zeros"), "signsgd": ("block_size", "zeros"), "blockwise8": ("block_size", "table"),
+         "qsgd": ("block_size", "bits", "norm", "seed"), "terngrad": ("clip", "seed"), "natural": ("seed",)}
+"""Those of each code."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What is simulated; the names are those of the knobs."""
+    """What is simulated; the names are those of the knobs, but for ``code``, and ``table``, which is blockwise8's ``code``."""
 
     code: str
     ratio: float = 0.1
-    tau: float = 0.5
-    block: int = 64
     values: str = "float32"
+    mean: str = "unit"
+    scope: str = "tensor"
+    tau: float = 0.5
+    capacity: float = 1.0
+    block_size: int = 64
+    zeros: bool = False
+    table: str = "linear"
+    bits: int = 4
+    norm: str = "max"
+    clip: float = 2.5
+    seed: int = 0
     memory: str = "error_feedback"
     warmup: int = 0
     merge: str = "none"
@@ -37,6 +52,7 @@ class Scheme:
     weight_decay: float = 0.0
     eta: float = 1.0
     exchange: str = "allgather"
+    hierarchical: bool = False
     schedule: str = "none"
     schedule_steps: int = 1000
 
@@ -55,48 +71,76 @@ class Scheme:
 
     @property
     def spec(self):
-        knobs = {"topk": {"ratio": self.ratio, "values": self.values}, "threshold": {"tau": self.tau, "capacity": 1.0},
-                 "adaptive": {"ratio": self.ratio}, "blockwise8": {"block_size": self.block, "code": "linear"},
-                 "terngrad": {}, "natural": {}}.get(self.code, {"block_size": self.block})
-        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-                  if f.name not in ("code", "ratio", "tau", "block", "values") and (getattr(self, f.name) != f.default or f.name in ("exchange", "memory"))}
-        return f"{self.code}:min_numel=0," + ",".join(f"{k}={v}" for k, v in (knobs | common).items())
+        of_codes = {"code"}.union(*KNOBS.values())
+        knobs = [f.name for f in dataclasses.fields(self) if f.name in (*KNOBS[self.code], "exchange", "memory")
+                 or f.name not in of_codes and getattr(self, f.name) != f.default]
+        return f"{self.code}:min_numel=0," + ",".join(f"{'code' if k == 'table' else k}={getattr(self, k)}" for k in knobs)
+
+    @property
+    def exact(self):
+        """Whether no mean comes in but that of the workers, which are two or four and are added up in the order of ranks."""
+        means = (self.code in ("onebit", "signsgd", "adaptive") or self.values in ("sign", "2bit") or self.norm == "l2"
+                 or self.code == "terngrad" and self.clip)
+        return not (means or self.momentum or self.warmup or self.memory == "ef21" or self.merge != "none")
+
+    @property
+    def range_multiple(self):
+        """Entries that ranges with an owner are multiples of."""
+        unit = self.code == "adaptive" or self.values == "2bit" or self.values == "sign" and self.mean == "unit"
+        return 16384 if unit else self.block_size if "block_size" in KNOBS[self.code] else 256
 
 
-def topk(v, ratio):
-    """The ratio of the entries that is largest."""
-    order = np.sort(abs(v))[::-1]
-    kept = math.ceil(ratio * v.size)
-    require_clear(order[kept - 1] - order[kept:kept + 1])
-    return np.where(abs(v) > order[kept], v, 0) if kept < v.size else v
+def largest(v, ratio):
+    """The ratio of the entries that is largest; of those that are equal all, or rather none."""
+    a, kept = abs(v), math.ceil(ratio * v.size)
+    t = np.sort(a)[::-1][kept] if kept < v.size else 0
+    require_clear(a[a > t] - t)
+    return a > t if (a > t).any() else (a == t) & (t > 0)
 
 
-def threshold(v, tau):
-    require_clear(abs(v) - np.float32(tau))
-    return np.where(v >= np.float32(tau), np.float32(tau), np.where(v <= -np.float32(tau), -np.float32(tau), np.float32(0)))
+def beyond(v, tau):
+    distance = abs(v) - np.float32(tau)
+    require_clear(distance[distance != 0])  # a mean of taus is one exactly
+    return distance >= 0
 
 
-def adaptive(v, ratio):
-    """The ratio of each sign's entries that is largest, as that sign's mean."""
+def largest_of_each_sign(v, ratio):
+    require_clear(v[v != 0])  # each sign's are counted
+    chosen = np.zeros(v.size, bool)
+    for signed in (v, -v):
+        order = np.sort(signed[signed > 0])[::-1]
+        t = order[max(1, math.ceil(ratio * order.size)) - 1]
+        require_clear(t - order[order < t])
+        chosen |= signed >= t
+    return chosen
+
+
+def first(kept, slots, step):
+    """Of those that are kept, as many as have a slot: from another entry of another block of 256 on in each step."""
+    blocks = -(-kept.size // 256)
+    block, place = divmod(step * 0x9E3779B1 % 2**32 / 2**32 * blocks, 1)
+    order = []
+    for i in range(blocks):
+        start = (int(block) + i) % blocks * 256
+        entries = np.arange(min(256, kept.size - start))
+        order.extend(start + np.roll(entries, -int(place * entries.size)))
+    chosen = np.zeros_like(kept)
+    chosen[[i for i in order if kept[i]][:slots]] = True
+    return chosen
+
+
+def means(v):
+    """The mean of the entries of each sign."""
     out = np.zeros_like(v)
-    for sign in (1, -1):
-        order = np.sort((sign * v)[sign * v > 0])[::-1]
-        kept = max(1, math.ceil(ratio * order.size))
-        require_clear(order[kept - 1] - order[kept:kept + 1])
-        chosen = sign * v >= order[kept - 1]
-        out[chosen] = v[chosen].mean(dtype=np.float64)
+    for chosen in (v > 0, v < 0):
+        out[chosen] = v[chosen].mean(dtype=np.float64) if chosen.any() else 0
     return out
 
 
-def onebit(v, block):
-    """The mean of each block's entries of one sign."""
-    require_clear(v)
-    out = np.empty_like(v)
-    for i in range(0, v.size, block):
-        part = v[i:i + block]
-        for chosen in (part >= 0, part < 0):
-            out[i:i + block][chosen] = part[chosen].mean(dtype=np.float64) if chosen.any() else 0
-    return out
+def onebit(v, block, zeros):
+    """The mean of each block's entries of one sign; or of none, if zeros stay zeros."""
+    require_clear(v[v != 0] if zeros else v)
+    return np.concatenate([means(v[i:i + block]) for i in range(0, v.size, block)])
 
 
 def signs(v, values):
@@ -111,22 +155,34 @@ def signs(v, values):
     return (np.sign(v) * np.where(upper, np.float32(a[upper].mean()), np.float32(a[lower].mean()) * lower)).astype(np.float32)
 
 
-def signsgd(v, block):
-    """The mean magnitude of each block, with the sign."""
-    require_clear(v)
+def signsgd(v, block, zeros):
+    """The mean magnitude of each block, with the sign; of entries that aren't 0, if zeros stay zeros."""
+    require_clear(v[v != 0] if zeros else v)
+    parts = [v[i:i + block] for i in range(0, v.size, block)]
+    return np.concatenate([np.sign(part) * np.float32(abs(part[part != 0]).mean(dtype=np.float64)) for part in parts])
+
+
+def levels(v, block, steps, u, norm="max"):
+    """Each entry as a multiple of its block's norm over ``steps``, the next one where what is over exceeds u."""
     out = np.empty_like(v)
     for i in range(0, v.size, block):
         part = v[i:i + block]
-        out[i:i + block] = np.sign(part) * np.float32(abs(part).mean(dtype=np.float64))
+        of_block = abs(part).max() if norm == "max" else math.sqrt(np.square(part, dtype=np.float64).sum())
+        out[i:i + block] = levels_below(part, np.float32(of_block), steps, u[i:i + block])
     return out
 
 
-def levels(v, block, steps, u):
-    """Each entry as a multiple of its block's largest over ``steps``, the next one where what is over exceeds u."""
+def dynamic(v, block):
+    """Each entry as that part of its block's largest which is nearest in the table: of each decade from 1e-6 to 1 the middles of
+    1, 2, 4 ... 64 steps from a tenth of it; and 0, and 1, which has no minus."""
+    table = np.float32([0, *(10.0**(i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(7) for j in range(2**i)), 1])
+    marks = (table[1:] + table[:-1]) / 2
     out = np.empty_like(v)
     for i in range(0, v.size, block):
-        part = v[i:i + block]
-        out[i:i + block] = levels_below(part, abs(part).max(), steps, u[i:i + block])
+        scale, a = abs(v[i:i + block]).max(), abs(v[i:i + block]).astype(np.float64) / abs(v[i:i + block]).max()
+        require_clear(a[:, None] - marks, 3e-7 * a[:, None])  # what fp32 leaves of them
+        place = np.minimum(np.searchsorted(marks, a), np.where(v[i:i + block] < 0, 127, 128))
+        out[i:i + block] = np.sign(v[i:i + block]) * table[place] * scale
     return out
 
 
@@ -137,10 +193,10 @@ def levels_below(v, largest, steps, u):
     return (np.sign(v) * (np.floor(x) + (over > u)) * np.float32(largest / np.float32(steps))).astype(np.float32)
 
 
-def terngrad(v, u):
-    """Clipped to 2.5 standard deviations: the largest then, or 0."""
-    largest = np.float32(min(float(abs(v).max()), 2.5 * float(v.std(dtype=np.float64))))
-    return levels_below(v, largest, 1, u)
+def terngrad(v, clip, u):
+    """Clipped to so many standard deviations: the largest then, or 0."""
+    most = float(abs(v).max())
+    return levels_below(v, np.float32(min(most, clip * float(v.std(dtype=np.float64))) if clip else most), 1, u)
 
 
 def natural(v, h):
@@ -151,10 +207,10 @@ def natural(v, h):
     return (np.sign(v) * power * np.where(digits + (h >> 9) >= 2**23, 2, 1)).astype(np.float32)
 
 
-def random_bits(name, step, rank, phase, first, numel):
+def random_bits(seed, name, step, rank, phase, first, numel):
     """32 bits an entry, as docs/payloads.md has them."""
     word, half = 2**64 - 1, 2**32 - 1
-    key = int.from_bytes(hashlib.blake2b(repr((0, 0, name)).encode(), digest_size=8).digest(), "little")
+    key = int.from_bytes(hashlib.blake2b(repr((seed, 0, name)).encode(), digest_size=8).digest(), "little")
     for one in (step, rank, phase):
         key = (key ^ one) + 0x9E3779B97F4A7C15 & word
         key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & word
@@ -181,25 +237,57 @@ class Simulation:
         index: its place among the tensors, which decides who owns which range.
     """
 
-    def __init__(self, scheme, name, numel, workers, index, summed=False):
-        self.scheme, self.name, self.n, self.summed, self.step = scheme, name, workers, summed, 0
-        names = ("residual", "velocity", "estimate", "mean", "average")
-        self.states = [{name: np.zeros(numel, np.float32) for name in names} for _ in range(workers)]
-        blocks, bounds = -(-numel // scheme.block), [0]
+    def __init__(self, scheme, name, numel, workers, index):
+        self.scheme, self.name, self.n, self.step = scheme, name, workers, 0
+        names = ("residual", "velocity", "estimate", "mean", "average", "magnitudes")
+        self.states = [{name: np.zeros(numel, np.float32) for name in names} | {"threshold": np.zeros(2, np.float32)}
+                       for _ in range(workers)]
+        multiple = scheme.range_multiple
+        blocks, bounds = -(-numel // multiple), [0]
         for i in range(workers):
-            bounds.append(min(numel, bounds[-1] + scheme.block * (blocks // workers + (i < blocks % workers))))
+            bounds.append(min(numel, bounds[-1] + multiple * (blocks // workers + (i < blocks % workers))))
         self.ranges = [slice(bounds[(r + index) % workers], bounds[(r + index) % workers + 1]) for r in range(workers)]
         self.owned = [np.zeros(range_.stop - range_.start, np.float32) for range_ in self.ranges]
 
     def code(self, v, rank, phase=0, first=0):
-        s, ratio = self.scheme, self.scheme.ratio_at(self.step)
-        h = random_bits(self.name, self.step, rank, phase, first, v.size)
+        """What a worker's vector, or an owner's mean of a range, decodes to."""
+        s = self.scheme
+        if s.code in ("topk", "threshold", "adaptive"):
+            return self.sparse(v, rank, phase)
+        h = random_bits(s.seed, self.name, self.step, rank, phase, first, v.size)
         u = ((h >> 8) | 1) * 2.0**-24
-        return {"topk": lambda: topk(v, ratio) if s.values == "float32" else signs(topk(v, ratio), s.values),
-                "onebit": lambda: onebit(v, s.block), "threshold": lambda: threshold(v, s.tau),
-                "adaptive": lambda: adaptive(v, ratio), "signsgd": lambda: signsgd(v, s.block),
-                "blockwise8": lambda: levels(v, s.block, 127, np.full(v.size, 0.5)), "qsgd": lambda: levels(v, s.block, 7, u),
-                "terngrad": lambda: terngrad(v, u), "natural": lambda: natural(v, h)}[s.code]()
+        return {"onebit": lambda: onebit(v, s.block_size, s.zeros), "signsgd": lambda: signsgd(v, s.block_size, s.zeros),
+                "blockwise8": lambda: dynamic(v, s.block_size) if s.table == "dynamic" else
+                levels(v, s.block_size, 127, np.full(v.size, 0.5)),
+                "qsgd": lambda: levels(v, s.block_size, 2 ** (s.bits - 1) - 1, u, s.norm),
+                "terngrad": lambda: terngrad(v, s.clip, u), "natural": lambda: natural(v, h)}[s.code]()
+
+    def sparse(self, v, rank, phase):
+        """The same of codes that drop entries, and in a range only have room for its share."""
+        s, ratio = self.scheme, self.scheme.ratio_at(self.step)
+        room, tau = {"threshold": s.capacity}.get(s.code, ratio), 0
+        if s.scope == "model":
+            room = min(1, 2 * ratio)
+            if phase == 0:
+                state = self.states[rank]
+                tau, state["magnitudes"], state["threshold"][1] = state["threshold"][0], abs(v), 1
+        kept = (beyond(v, s.tau) if s.code == "threshold" else largest_of_each_sign(v, ratio) if s.code == "adaptive" else
+                beyond(v, tau) if tau else largest(v, ratio))
+        out = np.zeros_like(v)
+        for range_ in self.ranges if s.exchange == "sra" and phase == 0 else [slice(0, v.size)]:
+            part = v[range_]
+            slots = -(-max(1, math.ceil(room * part.size)) // 8) * 8
+            part = np.where(first(kept[range_], slots, self.step), part, np.float32(0))
+            if s.code == "threshold":
+                part = np.sign(part) * np.float32(s.tau)
+            elif s.code == "adaptive":
+                part = means(part)
+            elif s.values == "float16":
+                part = part.astype(np.float16)
+            elif s.values != "float32" and part.any():
+                part = signs(part, s.values)
+            out[range_] = part
+        return out
 
     def mean(self, vectors):
         """Added up in the order of ranks, times the fp32 value of 1 / n."""
@@ -219,6 +307,13 @@ class Simulation:
             if self.scheme.memory != "none":
                 residual[:] = v - out[range_]
         return out
+
+    def owners(self):
+        """What the owners have kept, of all ranges."""
+        whole = np.zeros(sum(owned.size for owned in self.owned), np.float32)
+        for range_, owned in zip(self.ranges, self.owned):
+            whole[range_] = owned
+        return whole
 
     def reduce(self, gradients, parameters):
         """What each worker's optimizer gets."""
@@ -244,13 +339,12 @@ class Simulation:
             if s.memory == "ef21" and s.eta != 1:
                 g = state["average"] = g if self.step == 0 else f(1 - s.eta) * state["average"] + f(s.eta) * g
             given.append(g)
-        factor = self.n if self.summed else 1
         if dense:
             mean = np.mean(given, axis=0, dtype=np.float64).astype(f)
             for g, state in zip(given, self.states):
                 if s.memory == "ef21":
                     state["estimate"], state["mean"] = g, mean
-            return [mean * f(factor)] * self.n
+            return [mean] * self.n
         sent = []
         for rank, (g, state) in enumerate(zip(given, self.states)):
             if s.memory == "error_feedback":
@@ -265,25 +359,44 @@ class Simulation:
             if s.memory == "ef21":
                 state["estimate"] = state["estimate"] + own
                 state["mean"] = state["mean"] + mean
-                results.append(state["mean"] * f(factor))
+                results.append(state["mean"])
                 continue
             if s.momentum and s.code != "onebit":  # which sends something of every entry
                 state["velocity"] = np.where(own != 0, f(0), state["velocity"])
             local = {"none": f(0), "sum": g, "replace": g - own, "error": state["residual"]}[s.merge]
-            results.append(mean * f(factor) + local * f(factor))
+            results.append(mean + local)
             if s.merge == "error":
                 state["residual"] = np.zeros_like(g)
         return results
 
 
-SCHEMES = [
-    Scheme(code="topk"), Scheme(code="onebit"), Scheme(code="threshold"), Scheme(code="adaptive"),
-    Scheme(code="onebit", exchange="sra"), Scheme(code="topk", memory="none"),
-    Scheme(code="topk", values="sign"), Scheme(code="topk", values="2bit"),
-    Scheme(code="signsgd", exchange="sra"), Scheme(code="blockwise8"), Scheme(code="blockwise8", exchange="sra"),
+def decide_together(scheme, simulations, step):
+    """The threshold of the next step, where the tensors of a worker share one."""
+    ratio = scheme.ratio_at(step + 1)
+    if scheme.scope != "model" or scheme.ratio_at(step) == 1:
+        return
+    for states in zip(*(simulation.states for simulation in simulations)):
+        magnitudes = np.sort(np.concatenate([state["magnitudes"] for state in states]))[::-1]
+        for state in states:
+            state["threshold"][0] = np.nextafter(magnitudes[int(ratio * magnitudes.size)], np.float32(np.inf))
+
+
+CODES = [
+    Scheme(code="threshold"), Scheme(code="threshold", capacity=0.25, exchange="sra"),
+    Scheme(code="adaptive"), Scheme(code="adaptive", memory="none", exchange="sra"),
+    Scheme(code="topk", values="sign"), Scheme(code="topk", values="2bit"), Scheme(code="topk", values="float16", exchange="sra"),
+    Scheme(code="topk", values="sign", mean="tensor", exchange="sra"),
+    Scheme(code="topk", scope="model"), Scheme(code="topk", scope="model", exchange="sra", warmup=2),
+    Scheme(code="onebit", zeros=True), Scheme(code="signsgd", exchange="sra"), Scheme(code="signsgd", zeros=True, exchange="sra"),
+    Scheme(code="blockwise8"), Scheme(code="blockwise8", exchange="sra"),
+    Scheme(code="blockwise8", table="dynamic"), Scheme(code="blockwise8", table="dynamic", exchange="sra"),
     Scheme(code="qsgd", memory="none"), Scheme(code="qsgd", memory="none", exchange="sra"), Scheme(code="qsgd"),
-    Scheme(code="terngrad", memory="none"), Scheme(code="natural", memory="none"),
-    Scheme(code="natural", memory="none", exchange="sra", block=256),  # of which its ranges are multiples
+    Scheme(code="qsgd", memory="none", bits=2, norm="l2", seed=3), Scheme(code="qsgd", bits=8, norm="l2", exchange="sra"),
+    Scheme(code="terngrad", memory="none"), Scheme(code="terngrad", memory="none", clip=0.0, seed=-5, exchange="sra"),
+    Scheme(code="natural", memory="none"), Scheme(code="natural", memory="none", exchange="sra"),
+]
+TRAINING = [
+    Scheme(code="topk"), Scheme(code="topk", memory="none"), Scheme(code="onebit"), Scheme(code="onebit", exchange="sra"),
     Scheme(code="topk", momentum=0.9), Scheme(code="topk", momentum=0.9, nesterov=True, warmup=3),
     Scheme(code="adaptive", momentum=0.5, clip_norm=20.0, weight_decay=0.01),
     Scheme(code="onebit", momentum=0.9, exchange="sra"),
@@ -293,34 +406,47 @@ SCHEMES = [
     Scheme(code="onebit", merge="replace", exchange="sra", average_every=5, warmup=2),
     Scheme(code="threshold", merge="error", average_every=7),
     Scheme(code="topk", ratio=0.02, momentum=0.9, schedule="dgc", schedule_steps=5, warmup=2),
+    Scheme(code="topk", ratio=0.02, momentum=0.9, schedule="dgc", schedule_steps=5, scope="model", values="2bit"),
     Scheme(code="topk", ratio=0.02, merge="replace", average_every=8, schedule="merging", schedule_steps=15),
 ]
+RUNS = [(scheme, op) for op, schemes in (("average", CODES + TRAINING), ("sum", TRAINING)) for scheme in schemes]
+"""What is exchanged and by which of Horovod's ops, of which codes know nothing."""
+
+# blocks are not cut, so it doesn't matter where hosts cut tensors
+BY_HOST = [Scheme(code=code, exchange=exchange, hierarchical=True) for code, exchange in (("onebit", "sra"), ("signsgd", "allgather"))]
 
 
-def train(scheme, shapes, workers, steps, summed=False, lr=0.1):
-    """Plain SGD of all workers from the same start, on gradients whose numbers are drawn until none is near a decision.
+def train(scheme, shapes, workers, steps, lr=0.1):
+    """Plain SGD of all workers from the same start, on mean gradients; those of a step are drawn until none is near a decision.
 
     Returns:
         Of each step and worker, the tensors' gradients, what the optimizer got, and the parameters after it, by name; and the
         simulations by name.
     """
-    for seed in range(100):
+    random, sizes = np.random.default_rng(0), {name: math.prod(shape) for name, shape in shapes.items()}
+    simulations = {name: Simulation(scheme, name, size, workers, i) for i, (name, size) in enumerate(sizes.items())}
+    parameters = {name: [np.zeros(size, np.float32)] * workers for name, size in sizes.items()}
+    history = []
+    for step in range(steps):
+        gradients, results, simulations = _clear_step(scheme, random, sizes, simulations, parameters)
+        decide_together(scheme, simulations.values(), step)
+        for name in shapes:
+            parameters[name] = [p - np.float32(lr) * r for p, r in zip(parameters[name], results[name])]
+            if scheme.average_every and (step + 1) % scheme.average_every == 0:
+                mean = np.mean(parameters[name], axis=0, dtype=np.float64).astype(np.float32)
+                parameters[name] = [mean] * workers
+        history.append((gradients, results, parameters.copy()))
+    return history, simulations
+
+
+def _clear_step(scheme, random, sizes, simulations, parameters):
+    for _ in range(1000):
+        gradients = {name: random.normal(size=(simulations[name].n, size)).astype(np.float32) for name, size in sizes.items()}
+        for g in gradients.values():
+            g[:, ::5] *= not scheme.zeros
+        after = copy.deepcopy(simulations)
         try:
-            random = np.random.default_rng(seed)
-            simulations = {name: Simulation(scheme, name, math.prod(shape), workers, i, summed) for i, (name, shape) in enumerate(shapes.items())}
-            parameters = {name: [np.zeros(math.prod(shape), np.float32)] * workers for name, shape in shapes.items()}
-            history = []
-            for step in range(1, steps + 1):
-                gradients = {name: [random.normal(size=math.prod(shape)).astype(np.float32) for _ in range(workers)]
-                             for name, shape in shapes.items()}
-                results = {name: simulations[name].reduce(gradients[name], parameters[name]) for name in shapes}
-                for name in shapes:
-                    parameters[name] = [p - np.float32(lr) * r for p, r in zip(parameters[name], results[name])]
-                    if scheme.average_every and step % scheme.average_every == 0:
-                        mean = np.mean(parameters[name], axis=0, dtype=np.float64).astype(np.float32)
-                        parameters[name] = [mean] * workers
-                history.append((gradients, results, parameters.copy()))
-            return history, simulations
+            return gradients, {name: after[name].reduce(list(gradients[name]), parameters[name]) for name in sizes}, after
         except NearADecision:
             continue
-    raise AssertionError(f"{scheme}: every seed has an entry near a decision")
+    raise AssertionError(f"{scheme}: all gradients have an entry near a decision")

@@ -82,20 +82,21 @@ def compressors(specs, **knobs):
 
 
 # With more than two workers, those that depend on how many there are.
-SCHEMES = [scheme for scheme in simulation.SCHEMES if WORLD == 2 or scheme.exchange == "sra" or scheme.clip_norm]
+RUNS = [(scheme, op) for scheme, op in simulation.RUNS
+        if WORLD == 2 or scheme.exchange == "sra" or scheme.clip_norm or scheme.scope == "model"]
 
 
 @functools.cache
 def simulated():
-    """Of each scheme and op the history and the simulations, and what was the result here, step by step, and in the end."""
-    schemes = {(scheme.spec, op): scheme for scheme in SCHEMES for op in (hvd.Average, hvd.Sum)}
-    here = Together({key: key for key in schemes})
-    runs = {key: simulation.train(scheme, SHAPES, WORLD, STEPS, key[1] == hvd.Sum, here.rates[key])
-            for key, scheme in schemes.items()}
+    """Of each scheme the history and the simulations; and of each with each op what was the result here, step by step, and in
+    the end."""
+    schemes = {(scheme.spec, op): scheme for scheme, op in RUNS}
+    here = Together({key: (key[0], hvd.Average if key[1] == "average" else hvd.Sum) for key in schemes})
+    runs = {scheme.spec: simulation.train(scheme, SHAPES, WORLD, STEPS) for scheme in dict.fromkeys(schemes.values())}
     steps = []
     for step in range(STEPS):
-        results = here.step({key: [history[step][0][name][RANK].reshape(shape) for name, shape in SHAPES.items()]
-                             for key, (history, _) in runs.items()})
+        results = here.step({key: [runs[key[0]][0][step][0][name][RANK].reshape(shape) for name, shape in SHAPES.items()]
+                             for key in schemes})
         for key, scheme in schemes.items():
             if scheme.average_every and (step + 1) % scheme.average_every == 0:
                 hvd.average_parameters(here.weights[key])
@@ -104,22 +105,43 @@ def simulated():
     return runs, steps, here.state()
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.spec)
+@pytest.mark.parametrize("scheme, op", RUNS, ids=lambda x: getattr(x, "spec", x))
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
     runs, steps, state = simulated()
-    key, exact = (scheme.spec, op), scheme == simulation.Scheme(code="topk") and op == hvd.Average
-    history, simulations = runs[key]
-    for (_, expected, after), (results, values) in zip(history, steps):
+    key = scheme.spec, op
+    history, simulations = runs[scheme.spec]
+    for (_, mean, after), (results, values) in zip(history, steps):
         for i, name in enumerate(SHAPES):
-            scale = abs(expected[name][RANK]).max()
-            np.testing.assert_allclose(results[key][i].ravel(), expected[name][RANK], rtol=0, atol=0 if exact else 2e-6 * scale)
+            expected = mean[name][RANK] * np.float32(1 if op == "average" else WORLD)
+            scale = abs(expected).max()
+            np.testing.assert_allclose(results[key][i].ravel(), expected, rtol=0, atol=0 if scheme.exact else 2e-6 * scale)
             np.testing.assert_allclose(values[key, i].ravel(), after[name][RANK], rtol=0, atol=4e-6 * scale)
     kept = {(name, what): value for (of, name, what), value in state.items() if of == key}
     assert {name for name, _ in kept} == set(SHAPES if scheme.memory != "none" else ())
     for (name, what), value in kept.items():
         expected = simulations[name].states[RANK] | {"owner.residual": simulations[name].owned[RANK]}
-        np.testing.assert_allclose(value, expected[what], rtol=0, atol=1e-5, err_msg=f"{what} of {name}")
+        np.testing.assert_allclose(value, expected[what], rtol=0, atol=0 if scheme.exact else 1e-5, err_msg=f"{what} of {name}")
+
+
+@pytest.mark.skipif(WORLD != 4, reason="takes two hosts of two workers")
+def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
+    """Where their own workers are averaged first; each of these has a piece of the state."""
+    monkeypatch.setattr(network, "_places", lambda: [(rank % 2, rank // 2) for rank in range(WORLD)])
+    host, runs = RANK % 2, {scheme.spec: simulation.train(scheme, SHAPES, 2, STEPS) for scheme in simulation.BY_HOST}
+    here = Together({spec: (spec, hvd.Average) for spec in runs})
+    for step in range(STEPS):
+        found = here.step({spec: [history[step][0][name][host].reshape(shape) * np.float32(0.5 + RANK // 2)
+                                  for name, shape in SHAPES.items()] for spec, (history, _) in runs.items()})
+        for spec, (history, _) in runs.items():
+            for name, value in zip(SHAPES, found[spec]):
+                expected = history[step][1][name][host]
+                np.testing.assert_allclose(value.ravel(), expected, rtol=0, atol=2e-6 * abs(expected).max())
+    for spec, (_, simulations) in runs.items():
+        for name, slot in here.reducers[spec].state.slots.items():
+            whole = simulations[name].states[host] | {"owner.residual": simulations[name].owners()}
+            for key, value in slot.state.items():
+                place = slice(*(slot.owned if key == "owner.residual" else slot.pieces[slot.workers.local[0]]))
+                np.testing.assert_allclose(value, whole[key][place], rtol=0, atol=1e-5, err_msg=f"{key} of {name}")
 
 
 @with_two

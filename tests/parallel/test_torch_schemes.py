@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -11,6 +12,7 @@ import torch
 
 import hvd_quant.torch as hvd
 from hvd_quant import get_compressor
+from hvd_quant.exchange import hosts
 from tests.parallel import simulation
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
@@ -20,27 +22,55 @@ SHAPES = {"matrix": (30, 41), "vector": (700,)}
 two = pytest.mark.skipif(WORLD > 2, reason="two workers tell as much")
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda scheme: scheme.spec)
+@functools.cache
+def simulated(scheme, workers=WORLD):
+    return simulation.train(scheme, SHAPES, workers, 20)
+
+
+@pytest.mark.parametrize("scheme, op", simulation.RUNS, ids=lambda x: getattr(x, "spec", x))
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
-    lr = 0.1 if op == hvd.Average else 0.1 / WORLD
-    history, simulations = simulation.train(scheme, SHAPES, WORLD, 20, op == hvd.Sum, lr)
+    history, simulations = simulated(scheme)
+    factor, op = (1, hvd.Average) if op == "average" else (WORLD, hvd.Sum)
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=lr), parameters.items(), scheme.spec, op=op)
-    exact = scheme == simulation.Scheme(code="topk") and op == hvd.Average
-    for gradients, results, after in history:
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1 / factor), parameters.items(), scheme.spec, op=op)
+    for step, (gradients, results, after) in enumerate(history):
         for name, p in parameters.items():
             p.grad = torch.from_numpy(gradients[name][RANK].copy()).view(p.shape)
         optimizer.step()
         for name, p in parameters.items():
-            scale = abs(results[name][RANK]).max()
-            np.testing.assert_allclose(p.grad.view(-1), results[name][RANK], rtol=0, atol=0 if exact else 2e-6 * scale)
-            np.testing.assert_allclose(p.detach().view(-1), after[name][RANK], rtol=0, atol=4e-6 * scale)
+            expected, at = results[name][RANK] * np.float32(factor), f"{name} in step {step}"
+            scale = abs(expected).max()
+            np.testing.assert_allclose(p.grad.view(-1), expected, rtol=0, atol=0 if scheme.exact else 2e-6 * scale, err_msg=at)
+            np.testing.assert_allclose(p.detach().view(-1), after[name][RANK], rtol=0, atol=4e-6 * scale, err_msg=at)
     state = optimizer.compression_state_dict()["tensors"]
-    for name, simulated in simulations.items():
-        expected = simulated.states[RANK] | {"owner.residual": simulated.owned[RANK]}
+    for name, expected in simulations.items():
+        expected = expected.states[RANK] | {"owner.residual": expected.owned[RANK]}
         for key, value in state[name]["state"].items():
-            np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-5, err_msg=f"{key} of {name}")
+            np.testing.assert_allclose(value, expected[key], rtol=0, atol=0 if scheme.exact else 1e-5, err_msg=f"{key} of {name}")
+
+
+@pytest.mark.skipif(WORLD != 4, reason="takes two hosts of two workers")
+def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
+    """Where their own workers are averaged first; each of these has a piece of the state."""
+    monkeypatch.setattr("hvd_quant.torch.network._places", lambda: [(rank // 2, rank % 2) for rank in range(WORLD)])
+    for scheme in simulation.BY_HOST:
+        history, simulations = simulated(scheme, 2)
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), scheme.spec)
+        for gradients, results, _ in history:
+            for name, p in parameters.items():
+                p.grad = torch.from_numpy(gradients[name][RANK // 2] * np.float32(0.5 + RANK % 2)).view(p.shape)
+            optimizer.step()
+            for name, p in parameters.items():
+                expected = results[name][0]
+                np.testing.assert_allclose(p.grad.view(-1), expected, rtol=0, atol=2e-6 * abs(expected).max())
+        for name, slot in optimizer._reducer._slots.items():
+            whole = simulations[name].states[RANK // 2] | {"owner.residual": simulations[name].owners()}
+            for key, value in slot.state.items():
+                place = slice(*(slot.owned if key == "owner.residual" else slot.piece))
+                np.testing.assert_allclose(value, whole[key][place], rtol=0, atol=1e-5, err_msg=f"{key} of {name}")
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]):
+        hvd.remove_process_set(hosts.process_set_of(ranks))
 
 
 KEPT = ["topk:ratio=0.1,momentum=0.9", "topk:ratio=0.1,momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.01,warmup=2",
