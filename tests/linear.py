@@ -1,26 +1,13 @@
 """Random-k and PowerSGD of all workers at once, in plain NumPy, straight from their formulas."""
 
-import hashlib
-
 import numpy as np
 
-WORD = 2**32 - 1
-
-
-def key(seed, name):
-    return int.from_bytes(hashlib.blake2b(repr((seed, 0, name)).encode(), digest_size=8).digest(), "little")
-
-
-def mix(x):
-    x = (x ^ x >> 16) * 0x7FEB352D & WORD
-    x = (x ^ x >> 15) * 0x846CA68B & WORD
-    return x ^ x >> 16
+from tests.randomness import number, stream_of
 
 
 def drawn(seed, name, step, numel, count):
     """One entry of each of ``count`` stretches of a ring that begins anywhere, in Python's integers."""
-    low, high = key(seed, name) & WORD, key(seed, name) >> 32
-    turn, more, *random = (mix((mix(i ^ low) + mix(step ^ high)) & WORD) for i in range(count + 2))
+    turn, more, *random = (number(stream_of(seed, name), i, step, rank=0, phase=2) for i in range(count + 2))
     bounds = [i * numel // count for i in range(count + 1)]
     turn = ((turn << 32) + more) * numel >> 64
     return np.array([(turn + a + (u * (b - a) >> 32)) % numel for u, a, b in zip(random, bounds, bounds[1:])])
@@ -60,7 +47,7 @@ class PowerSGD:
 
     def __init__(self, compressor, name, shape, world):
         self.compressor, self.shape = compressor, (shape[0], int(np.prod(shape[1:])))
-        random = np.random.Generator(np.random.Philox(key=key(compressor.seed, name)))
+        random = np.random.Generator(np.random.Philox(key=stream_of(compressor.seed, name)))
         self.q = random.standard_normal((compressor.rank, self.shape[1]), np.float32).astype(np.float64).T
         self.residuals = [np.zeros(self.shape) for _ in range(world)]
 

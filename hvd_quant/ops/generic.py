@@ -10,26 +10,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
+from hvd_quant.ops.arrays import Array, copy, noise, quiet  # noqa: F401
 from hvd_quant.ops.layout import (  # noqa: F401
     BLOCK, GROUP, TOPK_BITS, UNIT, dynamic_code, fields_body_bytes, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes,
     topk_levels, units_of)
-
-Array = Any
+from hvd_quant.ops.linear import (  # noqa: F401
+    exact_factors, normal, orthonormal, powersgd_decode, powersgd_left, powersgd_matrix, powersgd_right, powersgd_start,
+    randomk_decode, randomk_encode, strata)
 
 TINY = 2.0**-149
 FP16_MAX = 65504.0
 BF16_MAX = 3.3895313892515355e38
-
-
-def _quiet() -> np.errstate:
-    """NumPy warns where fp32 overflows; here that is expected, and flagged or replaced."""
-    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 # ---------------------------------------------------------------------------------------- pieces that every codec uses
@@ -37,7 +34,7 @@ def _quiet() -> np.errstate:
 def accumulate(grad: Array, residual: Array | None) -> tuple[Array, Array]:
     """v = g + e, and whether all of it is finite; where it isn't, v = e, so that nothing poisons the residual."""
     xp = array_namespace(grad)
-    with _quiet():
+    with quiet():
         v = grad if residual is None else grad + residual
     ok = xp.isfinite(v)
     return xp.where(ok, v, xp.zeros_like(v) if residual is None else residual), xp.all(ok)
@@ -154,7 +151,7 @@ def add_up(terms: Iterable[tuple[Array, bool]], out: Array, scale: float = 1.0) 
     finite = True
     for term, ok in terms:
         finite &= ok
-        with _quiet():
+        with quiet():
             out += term
     return _finish_sum(out, finite, scale)
 
@@ -167,11 +164,6 @@ def _finish_sum(out: Array, finite: bool, scale: float) -> Array:
     return out
 
 
-def copy(x: Array) -> Array:
-    """x in memory of its own."""
-    return array_namespace(x).asarray(x, copy=True)
-
-
 def clip_norm(grad: Array, limit: float, world: int) -> Array:
     """The gradient, scaled down where its 2-norm is above ``limit`` / sqrt(``world``)."""
     xp = array_namespace(grad)
@@ -179,7 +171,7 @@ def clip_norm(grad: Array, limit: float, world: int) -> Array:
         return grad
     largest = xp.max(xp.abs(grad))
     largest = xp.where(largest > 0, largest, xp.ones_like(largest))
-    with _quiet():  # squares of what is at most 1 don't overflow
+    with quiet():  # squares of what is at most 1 don't overflow
         norm = largest * xp.sqrt(xp.sum((grad / largest) ** 2))
         return grad * xp.clip(limit / math.sqrt(world) / norm, None, 1.0)
 
@@ -235,7 +227,7 @@ def divide(total: Array, world: int, out: Array) -> Array:
 def divide_to_half(grad: Array, world: int) -> Array:
     """grad / world as fp16, for an allreduce that must not overflow where the mean doesn't."""
     xp = array_namespace(grad)
-    with _quiet():
+    with quiet():
         return xp.astype(grad / world, xp.float16)
 
 
@@ -304,7 +296,7 @@ def _masked_mean(rows: Array, mask: Array) -> Array:
     """The mean of each row's masked entries, 0 where there is none."""
     xp = array_namespace(rows)
     count = xp.sum(xp.astype(mask, xp.float32), axis=1)
-    with _quiet():
+    with quiet():
         return xp.sum(xp.where(mask, rows, xp.zeros_like(rows)), axis=1) / xp.clip(count, 1.0, None)
 
 
@@ -348,35 +340,6 @@ def _signs_decode(codec: str, payload: Array, numel: int, block_size: int, zeros
 
 # ------------------------------------------------------------------ qsgd, terngrad, natural, blockwise8: a few bits an entry
 
-def noise(numel: int, like: Array, stream: int, first: int, step: int, rank: int, phase: int) -> Array:
-    """The random numbers of a range, int64 from 0 up to 2^32: whatever is called when and where, an entry has the same one.
-
-    Arguments:
-        stream: a constant of the seed and the tensor's name; its last 64 bits count.
-        first: the place of the range's first entry in the whole tensor, a multiple of 64.
-        phase: 0 for a worker's own gradient, 1 where an owner encodes a mean again.
-    """
-    xp = array_namespace(like)
-    key = int(stream) % 2**64
-    for word in (step, rank, phase):
-        key = _mix(key ^ int(word) % 2**64)
-    place = xp.arange(first, first + numel, dtype=xp.int64, device=device(like))
-    x = (place & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
-    x = (x ^ (x >> 17)) * 0xED5AD4BB & 0xFFFFFFFF
-    x = (x ^ (x >> 11)) + (key >> 32) + (place >> 32) * 0x9E3779B1 & 0xFFFFFFFF
-    x = x * 0xAC4C1B51 & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x31848BAB & 0xFFFFFFFF
-    return x ^ (x >> 14)
-
-
-def _mix(x: int) -> int:
-    """splitmix64."""
-    x = x + 0x9E3779B97F4A7C15 & 2**64 - 1
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 2**64 - 1
-    return x ^ x >> 31
-
-
 def _uniform(random: Array) -> Array:
     """:func:`noise` in (0, 1): odd multiples of 2^-24, each as likely, so that a multiple of 2^-23 exceeds its own share."""
     xp = array_namespace(random)
@@ -396,7 +359,7 @@ def qsgd_encode(grad: Array, residual: Array | None, bits: int, norm: str, block
         norms = xp.max(xp.abs(blocks), axis=1)
     else:
         wide = xp.astype(blocks, xp.float64)
-        with _quiet():
+        with quiet():
             norms = xp.astype(xp.sqrt(xp.sum(wide * wide, axis=1)), xp.float32)
     ok = xp.isfinite(norms)
     norms = xp.where(ok, norms, xp.zeros_like(norms))
@@ -490,7 +453,7 @@ def _usable(scales: Array) -> tuple[Array, Array]:
     """Scales and their inverses, both 0 where the inverse is not finite: of blocks of nothing but zeros, and of such as are
     below what fp32 holds with all its digits."""
     xp = array_namespace(scales)
-    with _quiet():
+    with quiet():
         inverse = 1.0 / scales
     ok = xp.isfinite(inverse)
     return xp.where(ok, scales, xp.zeros_like(scales)), xp.where(ok, inverse, xp.zeros_like(scales))
@@ -800,7 +763,7 @@ def _sparse_decode_sum(codec: str, payloads: list[Array], numel: int, slots: int
     for payload in payloads:
         index, value, ok = _sparse_decode(codec, payload, numel, slots, nlevels, values)
         finite &= ok
-        with _quiet():
+        with quiet():
             out[index] += value
     return _finish_sum(out, finite, scale)
 
@@ -861,233 +824,3 @@ def topk_decode_sum(payloads: list[Array], numel: int, slots: int, values: str, 
                     scale: float = 1.0) -> Array:
     """The sum of what :func:`topk_encode` made, times ``scale``."""
     return _sparse_decode_sum("topk", payloads, numel, slots, topk_levels(numel, values), values, out, scale)
-
-
-# --------------------------------------------------------------------------------------------------- randomk, powersgd
-
-_STRETCH = 2**18
-"""Entries that are worked on together on the host, so that what is made of them stays in the cache."""
-_WORD = 0xFFFFFFFF
-
-
-def _stretches(matrix: Array) -> list[slice]:
-    """Rows that are worked on together."""
-    rows, columns = matrix.shape
-    each = max(1, _STRETCH // max(1, columns) if str(device(matrix)) == "cpu" else rows)
-    return [slice(first, first + each) for first in range(0, rows, each)]
-
-
-def _scramble(x: Any) -> Any:
-    """32 bits to 32 others (Wellons's lowbias32), of integers and of int64 arrays."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD
-    x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
-    return x ^ (x >> 16)
-
-
-def draw(key: int, step: int, count: int, like: Array) -> Array:
-    """``count`` random numbers of 32 bits, int64, that a key of 64 bits and the step decide."""
-    xp = array_namespace(like)
-    i, key = xp.arange(count, dtype=xp.int64, device=device(like)), key % 2**64
-    return _scramble(_scramble(i ^ (key & _WORD)) + _scramble(int(step) & _WORD ^ (key >> 32)) & _WORD)
-
-
-def strata(grad: Array, count: int, key: int, step: int) -> Array:
-    """Places of ``count`` different entries, int64, of which each entry is one with the probability count / N.
-
-    The vector, closed to a ring, is cut into ``count`` stretches whose lengths differ by one at most; an entry of each is
-    drawn, and then the ring is turned by as many entries as are drawn. An entry meets a stretch of length L with the
-    probability L / N and is drawn there with 1 / L, which makes 1 / N a stretch, whatever the lengths.
-    """
-    xp = array_namespace(grad)
-    numel, random = size(grad), draw(key, step, count + 2, grad)
-    bounds = xp.arange(count + 1, dtype=xp.int64, device=device(grad)) * numel // count
-    place = bounds[:-1] + (random[2:] * (bounds[1:] - bounds[:-1]) >> 32)
-    turn = random[0] * numel + (random[1] * numel >> 32) >> 32
-    return (place + turn) % numel
-
-
-APART = ("{name}: the workers drew different entries, which depend on the seed, the name and the number of exchanges before: make "
-         "and name parameters alike on all workers, and load the same checkpoint")
-
-
-def randomk_encode(grad: Array, residual: Array | None, index: Array, scale: float = 1.0) -> Array:
-    """The entries of v at ``index`` times ``scale``, NaN if any entry of v is not finite, so that all workers see it; then a
-    small number m that ``index`` decides and m * m, by which they see whether they all have the same."""
-    xp = array_namespace(grad)
-    with _quiet():
-        finite = _all_finite(grad, residual)
-        value = grad[index] if residual is None else grad[index] + residual[index]
-        value = value if scale == 1.0 else value * scale
-    mark = xp.astype(index[:1] % 64, xp.float32)
-    return xp.concat([xp.where(finite, value, xp.full_like(value, math.nan)), mark, mark * mark])
-
-
-def _all_finite(grad: Array, residual: Array | None) -> Array:
-    xp = array_namespace(grad)
-    g, e = (None if x is None else xp.reshape(x, (-1, 1)) for x in (grad, residual))
-    largest = xp.zeros((), dtype=xp.float32, device=device(grad))
-    for rows in _stretches(g):  # a NaN is the largest of all
-        largest = xp.maximum(largest, xp.max(xp.abs(g[rows] if e is None else g[rows] + e[rows])))
-    return xp.isfinite(largest)
-
-
-def randomk_decode(total: Array, grad: Array, residual: Array | None, index: Array, world: int, name: str, out: Array
-                   ) -> tuple[Array, bool]:
-    """The mean of what :func:`randomk_encode` made, and whether it was finite; if so, e = v but 0 at ``index``.
-
-    Raises:
-        hvd_quant.wire.PayloadError: on all workers, if they don't have the same ``index``.
-    """
-    mark, square = (float(x) for x in total[-2:])
-    if mark * mark != world * square:
-        raise wire.PayloadError(APART.format(name=name))
-    total = total[:-2]
-    if not _counts(total, out):
-        return out, False
-    if residual is not None:
-        residual += grad
-        residual[index] = 0.0
-    out[:] = 0.0
-    out[index] = total / world
-    return out, True
-
-
-def _counts(total: Array, out: Array) -> bool:
-    """Whether a sum is finite; if it isn't, ``out`` becomes NaN."""
-    xp = array_namespace(total)
-    finite = bool(xp.all(xp.isfinite(total)))
-    if not finite:
-        out[:] = math.nan
-    return finite
-
-
-class Matrix(NamedTuple):
-    """M = G + E, which is never made as a whole."""
-
-    grad: Array
-    residual: Array | None
-
-    def rows(self, rows: slice) -> Array:
-        with _quiet():
-            return self.grad[rows] if self.residual is None else self.grad[rows] + self.residual[rows]
-
-
-def powersgd_matrix(grad: Array, residual: Array | None, columns: int) -> Matrix:
-    """v as a matrix with so many columns."""
-    xp = array_namespace(grad)
-    return Matrix(*(None if x is None else xp.reshape(x, (-1, columns)) for x in (grad, residual)))
-
-
-def powersgd_start(matrix: Matrix, kept: Array, key: int) -> Array:
-    """Q transposed, from what was kept of it: each of its columns with a largest entry of 1, which the space that they span
-    doesn't depend on; random where it is zero, as before the first step."""
-    xp = array_namespace(kept)
-    q = xp.reshape(kept, (-1, matrix.grad.shape[1]))
-    peak = xp.max(xp.abs(q), axis=1, keepdims=True)
-    return xp.where(peak > 0, q / xp.where(peak > 0, peak, xp.ones_like(peak)), _normal(xp, device(q), tuple(q.shape), key))
-
-
-@functools.lru_cache(maxsize=4096)
-def _normal(xp: Any, where: Any, shape: tuple[int, int], key: int) -> Array:
-    return xp.asarray(normal(shape, key), device=where)
-
-
-def normal(shape: tuple[int, ...], key: int) -> np.ndarray:
-    """Normally distributed numbers, fp32, that the key decides."""
-    return np.random.Generator(np.random.Philox(key=key % 2**64)).standard_normal(shape, np.float32)
-
-
-def powersgd_left(matrix: Matrix, q: Array) -> Array:
-    """P = M Q, of Q transposed."""
-    xp = array_namespace(q)
-    p = xp.empty((matrix.grad.shape[0], q.shape[0]), dtype=xp.float32, device=device(q))
-    with _quiet():
-        for rows in _stretches(matrix.grad):
-            p[rows] = matrix.rows(rows) @ q.T
-    return p
-
-
-def powersgd_right(matrix: Matrix, p: Array) -> Array:
-    """Q = transposed M P, transposed."""
-    xp = array_namespace(p)
-    q = xp.zeros((p.shape[1], matrix.grad.shape[1]), dtype=xp.float32, device=device(p))
-    with _quiet():
-        for rows in _stretches(matrix.grad):
-            q += p[rows].T @ matrix.rows(rows)
-    return q
-
-
-def orthonormal(p: Array) -> Array:
-    """An orthonormal basis of what the columns span, by modified Gram-Schmidt; NaN if anything is not finite.
-
-    Workers of all kinds get the same bits: sums are of integers, which their order doesn't matter to. A column of which the
-    others leave less than 1e-8 becomes zero.
-    """
-    xp = array_namespace(p)
-    length, count = p.shape
-    finite = xp.all(xp.isfinite(p))
-    rest, columns = _scaled(xp.astype(xp.where(finite, p, xp.zeros_like(p)), xp.float64), 0.0), []
-    for _ in range(count):
-        column = _scaled(rest[:, :1], 1e-8)
-        norm = xp.sqrt(_dot(column, column, length))
-        column = column / xp.where(norm > 0, norm, xp.ones_like(norm))
-        rest = rest[:, 1:] - column * _dot(column, rest[:, 1:], math.isqrt(length) + 1)
-        columns.append(column)
-    return xp.where(finite, xp.astype(xp.concat(columns, axis=1), xp.float32), xp.full_like(p, math.nan))
-
-
-def _scaled(columns: Array, least: float) -> Array:
-    """Columns with a largest entry of 1; zeros where that is ``least`` at most."""
-    xp = array_namespace(columns)
-    peak = xp.max(xp.abs(columns), axis=0, keepdims=True)
-    return xp.where(peak > least, columns / xp.where(peak > least, peak, xp.ones_like(peak)), xp.zeros_like(columns))
-
-
-def _dot(a: Array, b: Array, limit: int) -> Array:
-    """The columns' products, as sums of integers; ``limit`` is what none of them exceeds."""
-    xp = array_namespace(a)
-    unit = 2.0 ** (62 - limit.bit_length())
-    return xp.astype(xp.sum(xp.astype(xp.round(a * b * unit), xp.int64), axis=0, keepdims=True), xp.float64) / unit
-
-
-EXPONENT = 0x7FF << 52
-"""The bits of an fp64 number that say what power of two it begins with."""
-
-
-def powersgd_decode(total: Array, own: Array, p: Array, matrix: Matrix, kept: Array, world: int, out: Array) -> tuple[Array, bool]:
-    """The mean P Q', and whether it was finite; if so, e = v - P Q' of this worker's own Q, and the mean Q is kept.
-
-    Arguments:
-        total: the sum over the workers of what :func:`powersgd_right` made.
-        own: what it made here.
-        p: what :func:`orthonormal` made.
-        kept: where the mean Q is kept.
-    """
-    if not _counts(total, out):
-        return out, False
-    xp = array_namespace(total)
-    mean = total / world
-    kept[:] = xp.reshape(mean, (-1,))
-    result, (left, right) = xp.reshape(out, matrix.grad.shape), exact_factors(p, mean)
-    for rows in _stretches(matrix.grad):
-        if matrix.residual is not None:
-            residual = matrix.residual[rows]
-            residual += matrix.grad[rows]
-            residual -= p[rows] @ own
-        result[rows] = left[rows] @ right
-    return out, True
-
-
-def exact_factors(p: Array, q: Array) -> tuple[Array, Array]:
-    """Both in fp64, rounded so that their product is exact: workers of all kinds get the same bits, in whatever order they add."""
-    bits = 51 - q.shape[0].bit_length()
-    return _rounded(p, bits - 23), _rounded(q, 23)
-
-
-def _rounded(x: Array, bits: int) -> Array:
-    """x in fp64, as multiples of 2^-bits times the power of two below its largest entry."""
-    xp = array_namespace(x)
-    x = xp.astype(x, xp.float64)
-    power = (xp.reshape(xp.max(xp.abs(x)), (1,)).view(xp.int64) & EXPONENT).view(xp.float64)
-    unit = xp.where(power > 0, power, xp.ones_like(power)) * 2.0**-bits
-    return xp.round(x / unit) * unit

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from hvd_quant.ops.generic import APART, EXPONENT, normal
 from hvd_quant.ops.layout import (  # noqa: F401
     BLOCK, GROUP, UNIT, dynamic_code, fields_body_bytes, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes, units_of)
+from hvd_quant.ops.linear import APART, EXPONENT, normal
 
 _spec = importlib.util.find_spec("hvd_quant._tensorflow_ops")
 _BUILD = ("with tensorflow installed, run `pip install --no-build-isolation --force-reinstall --no-deps .` in "
@@ -437,27 +437,32 @@ def zero_where(sent: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 # --------------------------------------------------------------------------------------------------- randomk, powersgd
 
-_WORD = 0xFFFFFFFF
+def noise(numel: int, stream: int, step: Any, rank: int, phase: int) -> tf.Tensor:
+    """As ``generic.noise`` of a tensor's first ``numel`` entries."""
+    word, xor, shift = 0xFFFFFFFF, tf.bitwise.bitwise_xor, tf.bitwise.right_shift
+    key = tf.constant(stream % 2**64, tf.uint64)
+    for part in (step, rank, phase):
+        key = _mix(xor(key, tf.cast(part, tf.uint64)))
+    low, high = (tf.cast(tf.bitwise.bitwise_and(half, word), tf.int64) for half in (key, shift(key, tf.constant(32, tf.uint64))))
+    x = xor(tf.range(numel, dtype=tf.int64), low)
+    x = tf.bitwise.bitwise_and(xor(x, shift(x, 17)) * 0xED5AD4BB, word)
+    x = tf.bitwise.bitwise_and((xor(x, shift(x, 11)) + high) * 0xAC4C1B51, word)
+    x = tf.bitwise.bitwise_and(xor(x, shift(x, 15)) * 0x31848BAB, word)
+    return xor(x, shift(x, 14))
 
 
-def _scramble(x: tf.Tensor) -> tf.Tensor:
-    shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
-    x = tf.bitwise.bitwise_and(xor(x, shift(x, 16)) * 0x7FEB352D, _WORD)
-    x = tf.bitwise.bitwise_and(xor(x, shift(x, 15)) * 0x846CA68B, _WORD)
-    return xor(x, shift(x, 16))
+def _mix(x: tf.Tensor) -> tf.Tensor:
+    """splitmix64."""
+    def folded(x: tf.Tensor, bits: int) -> tf.Tensor:
+        return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(bits, tf.uint64)))
 
-
-def draw(key: int, step: Any, count: int) -> tf.Tensor:
-    """``count`` random numbers of 32 bits, int64, that a key of 64 bits and the step decide."""
-    key %= 2**64
-    i, step = tf.range(count, dtype=tf.int64), tf.bitwise.bitwise_and(tf.cast(step, tf.int64), _WORD)
-    mixed = _scramble(tf.bitwise.bitwise_xor(i, key & _WORD)) + _scramble(tf.bitwise.bitwise_xor(step, key >> 32))
-    return _scramble(tf.bitwise.bitwise_and(mixed, _WORD))
+    x = folded(x + tf.constant(0x9E3779B97F4A7C15, tf.uint64), 30) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
+    return folded(folded(x, 27) * tf.constant(0x94D049BB133111EB, tf.uint64), 31)
 
 
 def strata(grad: tf.Tensor, count: int, key: int, step: Any) -> tf.Tensor:
     """Places of ``count`` different entries, int64, of which each entry is one with the probability count / N."""
-    numel, random = grad.shape.num_elements(), draw(key, step, count + 2)
+    numel, random = grad.shape.num_elements(), noise(count + 2, key, step, 0, phase=2)
     bounds = tf.range(count + 1, dtype=tf.int64) * numel // count
     place = bounds[:-1] + tf.bitwise.right_shift(random[2:] * (bounds[1:] - bounds[:-1]), 32)
     turn = tf.bitwise.right_shift(random[0] * numel + tf.bitwise.right_shift(random[1] * numel, 32), 32)

@@ -15,11 +15,11 @@ import torch
 from hvd_quant import wire
 from hvd_quant.ops import generic
 from hvd_quant.ops.generic import (  # noqa: F401 - a user's own compressor finds the same names on every backend
-    BLOCK, GROUP, UNIT, accumulate, add_up, as_floats, clip_norm, copy, divide, divide_to_half, draw, dynamic_code,
-    exact_factors, fields_body_bytes, model_threshold, moving_average, new_vector, noise, normal, onebit_body_bytes,
-    orthonormal, pack, pack_bits, powersgd_decode, powersgd_left, powersgd_matrix, powersgd_right, powersgd_start,
-    randomk_decode, randomk_encode, restore, sample, sample_size, slots_for, sparse_body_bytes, strata, units_of, unpack,
-    unpack_bits, widen, without_flags, zero_where)
+    BLOCK, GROUP, UNIT, accumulate, add_up, as_floats, clip_norm, copy, divide, divide_to_half, dynamic_code, exact_factors,
+    fields_body_bytes, model_threshold, moving_average, new_vector, noise, normal, onebit_body_bytes, orthonormal, pack,
+    pack_bits, powersgd_decode, powersgd_left, powersgd_matrix, powersgd_right, powersgd_start, randomk_decode,
+    randomk_encode, restore, sample, sample_size, slots_for, sparse_body_bytes, strata, units_of, unpack, unpack_bits,
+    widen, without_flags, zero_where)
 
 Tensor = torch.Tensor
 

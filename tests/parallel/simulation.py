@@ -5,10 +5,11 @@ A tensor has at most 4,096 entries, so that the codes that sample see all of the
 
 import copy
 import dataclasses
-import hashlib
 import math
 
 import numpy as np
+
+from tests.randomness import number, stream_of
 
 NEAR = 1e-5
 """An entry that is this near to a decision may fall either way, by the rounding of a mean that went before."""
@@ -207,23 +208,6 @@ def natural(v, h):
     return (np.sign(v) * power * np.where(digits + (h >> 9) >= 2**23, 2, 1)).astype(np.float32)
 
 
-def random_bits(seed, name, step, rank, phase, first, numel):
-    """32 bits an entry, as docs/payloads.md has them."""
-    word, half = 2**64 - 1, 2**32 - 1
-    key = int.from_bytes(hashlib.blake2b(repr((seed, 0, name)).encode(), digest_size=8).digest(), "little")
-    for one in (step, rank, phase):
-        key = (key ^ one) + 0x9E3779B97F4A7C15 & word
-        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & word
-        key = (key ^ key >> 27) * 0x94D049BB133111EB & word
-        key ^= key >> 31
-    x = np.arange(first, first + numel, dtype=np.int64) ^ (key & half)
-    x = (x ^ x >> 17) * 0xED5AD4BB & half
-    x = (x ^ x >> 11) + (key >> 32) & half
-    x = x * 0xAC4C1B51 & half
-    x = (x ^ x >> 15) * 0x31848BAB & half
-    return x ^ x >> 14
-
-
 def require_clear(distance, near=NEAR):
     if np.any(abs(distance) < near):
         raise NearADecision
@@ -254,7 +238,7 @@ class Simulation:
         s = self.scheme
         if s.code in ("topk", "threshold", "adaptive"):
             return self.sparse(v, rank, phase)
-        h = random_bits(s.seed, self.name, self.step, rank, phase, first, v.size)
+        h = number(stream_of(s.seed, self.name), np.arange(first, first + v.size), self.step, rank, phase)
         u = ((h >> 8) | 1) * 2.0**-24
         return {"onebit": lambda: onebit(v, s.block_size, s.zeros), "signsgd": lambda: signsgd(v, s.block_size, s.zeros),
                 "blockwise8": lambda: dynamic(v, s.block_size) if s.table == "dynamic" else

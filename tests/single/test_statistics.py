@@ -8,6 +8,7 @@ import pytest
 
 from hvd_quant import TensorInfo, get_compressor
 from hvd_quant.ops import generic
+from tests.randomness import number
 
 try:
     import torch
@@ -19,31 +20,14 @@ try:
 except ImportError:
     ops, array = generic, np.array
 
-MASK = 2**32 - 1
 TIMES = 10_000
 ENTRIES = 64
-
-
-def number_of(stream, place, step, rank, phase):
-    """An entry's random number, as docs/payloads.md has it, one integer operation after another."""
-    key = stream & 2**64 - 1
-    for word in (step, rank, phase):
-        key = (key ^ word) + 0x9E3779B97F4A7C15 & 2**64 - 1
-        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
-        key = (key ^ key >> 27) * 0x94D049BB133111EB & 2**64 - 1
-        key ^= key >> 31
-    x = (place ^ key) & MASK
-    x = (x ^ x >> 17) * 0xED5AD4BB & MASK
-    x = (x ^ x >> 11) + (key >> 32) + (place >> 32) * 0x9E3779B1 & MASK
-    x = x * 0xAC4C1B51 & MASK
-    x = (x ^ x >> 15) * 0x31848BAB & MASK
-    return x ^ x >> 14
 
 
 @pytest.mark.parametrize("draw", [(0, 0, 0, 0, 0), (-5, 64, 7, 3, 1), (2**63 - 1, 2**32 - 128, 10**12, 1000, 0)])
 def test_numbers(draw):
     stream, first, *rest = draw
-    expected = [number_of(stream, place, *rest) for place in range(first, first + 300)]
+    expected = [number(stream, place, *rest) for place in range(first, first + 300)]
     assert generic.noise(300, np.zeros(1), *draw).tolist() == expected
     if ops is not generic:
         assert generic.noise(300, array([0.0]), *draw).tolist() == expected
