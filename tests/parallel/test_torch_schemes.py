@@ -32,7 +32,8 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
     history, simulations = simulated(scheme)
     factor, op = (1, hvd.Average) if op == "average" else (WORLD, hvd.Sum)
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1 / factor), parameters.items(), scheme.spec, op=op)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.1 / factor)
+    optimizer = hvd.DistributedOptimizer(sgd, parameters.items(), scheme.spec, op=op)
     for step, (gradients, results, after) in enumerate(history):
         for name, p in parameters.items():
             p.grad = torch.from_numpy(gradients[name][RANK].copy()).view(p.shape)
@@ -43,8 +44,8 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
             np.testing.assert_allclose(p.grad.view(-1), expected, rtol=0, atol=0 if scheme.exact else 2e-6 * scale, err_msg=at)
             np.testing.assert_allclose(p.detach().view(-1), after[name][RANK], rtol=0, atol=4e-6 * scale, err_msg=at)
     state = optimizer.compression_state_dict()["tensors"]
-    for name, expected in simulations.items():
-        expected = expected.states[RANK] | {"owner.residual": expected.owned[RANK]}
+    for name, simulated_one in simulations.items():
+        expected = simulated_one.states[RANK] | {"owner.residual": simulated_one.owned[RANK]}
         for key, value in state[name]["state"].items():
             np.testing.assert_allclose(value, expected[key], rtol=0, atol=0 if scheme.exact else 1e-5, err_msg=f"{key} of {name}")
 
