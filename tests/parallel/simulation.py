@@ -368,10 +368,11 @@ def decide_together(scheme, simulations, step):
 CODES = [
     Scheme(code="threshold"), Scheme(code="threshold", capacity=0.25, exchange="sra"),
     Scheme(code="adaptive"), Scheme(code="adaptive", memory="none", exchange="sra"),
-    Scheme(code="topk", values="sign"), Scheme(code="topk", values="2bit"), Scheme(code="topk", values="float16", exchange="sra"),
-    Scheme(code="topk", values="sign", mean="tensor", exchange="sra"),
+    Scheme(code="topk", values="sign"), Scheme(code="topk", values="2bit"),
+    Scheme(code="topk", values="float16", exchange="sra"), Scheme(code="topk", values="sign", mean="tensor", exchange="sra"),
     Scheme(code="topk", scope="model"), Scheme(code="topk", scope="model", exchange="sra", warmup=2),
-    Scheme(code="onebit", zeros=True), Scheme(code="signsgd", exchange="sra"), Scheme(code="signsgd", zeros=True, exchange="sra"),
+    Scheme(code="onebit", zeros=True),
+    Scheme(code="signsgd", exchange="sra"), Scheme(code="signsgd", zeros=True, exchange="sra"),
     Scheme(code="blockwise8"), Scheme(code="blockwise8", exchange="sra"),
     Scheme(code="blockwise8", table="dynamic"), Scheme(code="blockwise8", table="dynamic", exchange="sra"),
     Scheme(code="qsgd", memory="none"), Scheme(code="qsgd", memory="none", exchange="sra"), Scheme(code="qsgd"),
@@ -397,7 +398,7 @@ RUNS = [(scheme, op) for op, schemes in (("average", CODES + TRAINING), ("sum", 
 """What is exchanged and by which of Horovod's ops, of which codes know nothing."""
 
 # blocks are not cut, so it doesn't matter where hosts cut tensors
-BY_HOST = [Scheme(code=code, exchange=exchange, hierarchical=True) for code, exchange in (("onebit", "sra"), ("signsgd", "allgather"))]
+BY_HOST = [Scheme(code="onebit", exchange="sra", hierarchical=True), Scheme(code="signsgd", hierarchical=True)]
 
 
 def train(scheme, shapes, workers, steps, lr=0.1):

@@ -44,8 +44,8 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
             np.testing.assert_allclose(p.grad.view(-1), expected, rtol=0, atol=0 if scheme.exact else 2e-6 * scale, err_msg=at)
             np.testing.assert_allclose(p.detach().view(-1), after[name][RANK], rtol=0, atol=4e-6 * scale, err_msg=at)
     state = optimizer.compression_state_dict()["tensors"]
-    for name, simulated_one in simulations.items():
-        expected = simulated_one.states[RANK] | {"owner.residual": simulated_one.owned[RANK]}
+    for name, one in simulations.items():
+        expected = one.states[RANK] | {"owner.residual": one.owned[RANK]}
         for key, value in state[name]["state"].items():
             np.testing.assert_allclose(value, expected[key], rtol=0, atol=0 if scheme.exact else 1e-5, err_msg=f"{key} of {name}")
 
