@@ -20,6 +20,7 @@ from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.compressors.base import conclude
 from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges
+from hvd_quant.exchange.rows import Part, Table
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
 
@@ -293,6 +294,91 @@ class Cargo:
         return sent
 
 
+class SparseCargo(Cargo):
+    """A sparse gradient on its way, by the rows that it touches, or, where that is smaller, as a dense one.
+
+    Attributes:
+        exchange: by which it travels as a dense one; "dense" where it goes uncompressed, rows as they are.
+        table: what all know of its rows.
+        rows: the numbers of those that it touches, ascending.
+        counted: how many they are; -1 if they couldn't be found.
+    """
+
+    def __init__(self, slot: Any, compressor: Compressor, places: int, info: TensorInfo, grad: torch.Tensor, version: int,
+                 exchange: str) -> None:
+        super().__init__(slot, compressor, places, info, grad, version)
+        self.exchange, self._lead = exchange, grad.shape[:grad.sparse_dim()]
+        self.table = Table(compressor, info, self._lead.numel())
+        self._before: torch.Tensor | None = None
+
+    def merge(self) -> None:
+        """Add up what the gradient has of each row. A worker that can't, tells the others later."""
+        self.rows, self.flat, self.counted = torch.zeros(0, dtype=torch.int64, device=self.grad.device), None, -1
+        try:
+            merged = self.grad.detach().float().coalesce()
+            rows = torch.zeros_like(merged.indices()[0])
+            for place, length in zip(merged.indices(), self._lead):
+                rows.mul_(length).add_(place)
+            self.table.require(rows)
+            self.rows, self.flat, self.counted = rows, merged.values().reshape(-1), rows.shape[0]
+        except Exception as error:
+            self.error = error
+
+    def densify(self) -> None:
+        self.grad = self.grad.detach().to_dense()
+        self._version = self.grad._version
+
+    def encode_rows(self) -> torch.Tensor:
+        """The payloads of the rows' numbers and values, where there are rows. A worker that can't make them sends the reason."""
+        if not self.counted:
+            return torch.zeros(0, dtype=torch.uint8, device=self.grad.device)
+        try:
+            if self.error is not None:
+                raise self.error
+            vector, state, info = self.flat, {}, self.table.part(self.counted)
+            if "residual" in self.slot.state:
+                self._before = self._residual()[self.rows]
+                kept = self._before.clone().view(-1)
+                if self.compressor.memory == "none":  # another code has kept it
+                    vector, kept = vector + kept, torch.zeros_like(kept)
+                else:
+                    state["residual"] = kept
+            params = self.compressor.measure(ops, vector, state, info)
+            payload = self._encode(vector, state, params, info)
+            if self._before is not None:
+                self._residual()[self.rows] = kept.view(-1, self.table.width)
+                self.slot.kept = True
+            return torch.cat([self.table.pack(self.rows), payload])
+        except Exception as error:
+            self.undo()
+            self.error = error
+            return torch.from_numpy(self.table.failure(self.counted, error)).to(self.grad.device)
+
+    def _residual(self) -> torch.Tensor:
+        return self.slot.state["residual"].view(-1, self.table.width)
+
+    def undo(self) -> None:
+        if self._before is None:
+            super().undo()
+        else:
+            self._residual()[self.rows] = self._before
+        self._before = None
+        self._encoded.clear()
+
+    def decode_rows(self, parts: list[Part], flags: int, mean: bool) -> None:
+        """Let the gradient become what all workers' rows add up to."""
+        terms = ((part.rows, self.compressor.decode_sum(ops, [part.payload], part.info)) for part in parts)
+        rows, values = self.table.add_up(terms, flags, mean, like=self.flat)
+        places = []
+        for length in reversed(self._lead):
+            places.insert(0, rows % length)
+            rows = rows // length
+        self.land_sparse(torch.stack(places), values.view(-1, *self.grad.shape[len(self._lead):]), merged=True)
+
+    def land_sparse(self, indices: torch.Tensor, values: torch.Tensor, merged: bool = False) -> None:
+        self.grad = torch.sparse_coo_tensor(indices, values.to(self.grad.dtype), self.grad.shape, is_coalesced=merged or None)
+
+
 class Encoded(NamedTuple):
     """What was encoded: a vector with its state, into a payload."""
 
@@ -315,7 +401,7 @@ class Flight:
         self.stats, self.costs = stats, stats.buckets[name]
         self.done = self.cancelled = False
         self.failure: Exception | None = None
-        self._route = {"dense": dense, "allreduce": allreduce}.get(kind, compressed)(self)
+        self._route = {"dense": dense, "allreduce": allreduce, "sparse": sparse}.get(kind, compressed)(self)
         self._resume(None)
 
     def timed(self, what: str) -> Any:
@@ -374,23 +460,6 @@ class Flight:
     def undo(self) -> None:
         for one in self.cargo:
             one.undo()
-
-
-class Sparse:
-    """Horovod's exchange of a sparse gradient: an allgather of its indices and one of its values."""
-
-    def __init__(self, info: TensorInfo, grad: torch.Tensor, op: int, process_set: ProcessSet, stats: Stats) -> None:
-        self._info, self._stats = info, stats
-        self._finish = mpi_ops.sparse_allreduce_async(grad, info.name, op, process_set)
-        stats.count(info.name, "sparse", info.numel, sparse_bytes(grad), process_set.size())
-
-    def wait(self) -> torch.Tensor:
-        """The reduced gradient."""
-        with self._stats.timed("wait"):
-            try:
-                return self._finish()
-            except (TypeError, AttributeError) as error:  # Horovod returns None for handles from before a reset
-                raise mpi_ops.HorovodInternalError(f"the exchange of {self._info.name} was lost when Horovod was reset") from error
 
 
 def sparse_bytes(grad: torch.Tensor) -> int:
@@ -573,6 +642,53 @@ def compressed(flight: Flight) -> Route:
                 if local is not None:
                     one.flat.add_(local)
             one.land(one.flat)
+
+
+def sparse(flight: Flight) -> Route:
+    """A sparse gradient: the rows that each worker touches, merged and compressed, to all workers; or, where all of them together
+    are more than a dense one, that. Uncompressed, as Horovod does it: its indices, and its values."""
+    (one,) = flight.cargo
+    workers, table = flight.workers.all, one.table
+    if one.exchange == "dense":
+        indices, values = one.grad._indices().t().contiguous(), one.grad._values()
+        flight.count(one, sparse_bytes(one.grad))
+        bits = values.view(torch.int16) if values.dtype == torch.bfloat16 else values  # Horovod doesn't know the type
+        indices = yield flight.start("allgather", indices, workers, ".indices")
+        bits = yield flight.start("allgather", bits.contiguous(), workers, ".values", last=True)
+        if not flight.cancelled:
+            one.require_untouched()
+            values = bits.view(values.dtype)
+            one.land_sparse(indices.t(), values / workers.size() if flight.op == Average else values)
+        return
+
+    with flight.timed("encode"):
+        one.merge()
+    told = yield flight.start("allgather", torch.tensor([one.counted]), workers, ".counts")
+    flight.stats.count(None, "sparse", 0, told.element_size(), workers.size(), flight.costs)
+    counts = told.tolist()
+    if table.is_smaller_dense(counts, one.exchange, one.compressor):
+        one.densify()
+        flight.kind = flight.costs.exchange = one.exchange
+        yield from (allreduce if one.exchange == "allreduce" else compressed)(flight)
+        return
+    with flight.timed("encode"):
+        message = one.encode_rows()
+    flight.count(one, message.numel())
+    gathered = yield flight.start("allgather", message, workers, last=True)
+    if flight.cancelled:
+        flight.undo()
+        return
+    one.require_untouched()
+    with flight.timed("decode"):
+        try:
+            flags, parts = table.parts(gathered, counts)
+            if flags & wire.NONFINITE:
+                one.undo()
+                flight.stats.void_tensors += 1
+            one.decode_rows(parts, flags, flight.op == Average)
+        except wire.PayloadError as error:
+            flight.undo()
+            raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
 
 
 def _entries(cut: tuple[int, int]) -> int:

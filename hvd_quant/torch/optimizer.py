@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
 
@@ -18,7 +17,7 @@ from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
 from hvd_quant.torch.averaging import average
-from hvd_quant.torch.exchanges import Sparse, sparse_bytes
+from hvd_quant.torch.exchanges import sparse_bytes
 from hvd_quant.torch.reducer import Reducer
 from hvd_quant.torch.stock import Bound
 
@@ -55,7 +54,8 @@ def DistributedOptimizer(
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
         num_groups, groups: parameters that are exchanged together, whatever their size, when the last of them has its gradient.
-        sparse_as_dense: reduce sparse gradients as dense ones; otherwise they are not compressed, which is warned about.
+        sparse_as_dense: reduce sparse gradients as dense ones; otherwise they are compressed row by row, those of a compressor
+            that can't do that not at all, which is warned about.
         process_set: the workers to reduce over.
         bucket_bytes: gradients are encoded and exchanged together, in the order in which backward makes them, as soon as they
             are this many bytes (as fp32).
@@ -228,12 +228,9 @@ class _Compressed:
         name = self._parameter_names[p]
         if p.grad is None:
             p.grad = _no_rows(p, self._sparse_dims[p]) if p in self._sparse_dims else torch.zeros_like(p)
-        if not p.grad.is_sparse:
-            return self._reducer.ready(name, p.grad)
-        self._sparse_dims[p] = p.grad.sparse_dim()
-        if self.sparse_as_dense:
-            return self._reducer.ready(name, p.grad.to_dense())
-        return self._reducer.ready_sparse(name, p.grad)
+        if p.grad.is_sparse:
+            self._sparse_dims[p] = p.grad.sparse_dim()
+        return self._reducer.ready(name, p.grad.to_dense() if p.grad.is_sparse and self.sparse_as_dense else p.grad)
 
     def synchronize(self):
         if not self.process_set.included():
@@ -251,14 +248,10 @@ class _Compressed:
         for p in given:
             if not self._given(p):
                 self._handles[p] = self._hand_over(p)
-        sparse = {p: handle for p, handle in self._handles.items() if isinstance(handle, Sparse)}
         self._forget()
-        try:
-            reduced = self._reducer.finish()
-        finally:
-            sparse = {p: handle.wait() for p, handle in sparse.items()}
+        reduced = self._reducer.finish()
         for p in given:
-            grad = sparse[p] if p in sparse else reduced[self._parameter_names[p]]
+            grad = reduced[self._parameter_names[p]]
             if p in self._sparse_dims and not grad.is_sparse:
                 grad = grad.to_sparse(self._sparse_dims[p])
             if p.grad is not grad:  # also if the user has replaced it since backward: all workers must step alike
@@ -318,12 +311,6 @@ class _Compressed:
 
     def _cancel(self):
         """Take back what backward has started."""
-        for handle in self._handles.values():
-            if isinstance(handle, Sparse):
-                try:
-                    handle.wait()
-                except HorovodInternalError:
-                    pass  # what was lost needs no cancelling
         self._forget()
         self._reducer.cancel()
 

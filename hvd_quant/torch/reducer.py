@@ -16,14 +16,14 @@ from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, memory
-from hvd_quant.exchange import buckets, cost
+from hvd_quant.exchange import buckets, cost, rows
 from hvd_quant.exchange.checkpoint import OWNER, check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.torch import network
-from hvd_quant.torch.exchanges import Cargo, Flight, Sparse, Workers
+from hvd_quant.torch.exchanges import Cargo, Flight, SparseCargo, Workers
 
 _log = logging.getLogger("hvd_quant")
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -79,14 +79,13 @@ class Bucket:
 
     slots: list[Slot]
     arrived: dict[Slot, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
-    away: set[Slot] = dataclasses.field(default_factory=set)
     flights: list[Flight] = dataclasses.field(default_factory=list)
     started: bool = False
 
     def complete(self) -> bool:
         """Whether all gradients are there. One of a parameter that is frozen now may come with another backward pass before
         the step, so its bucket starts in :meth:`Reducer.finish`."""
-        return all(slot in self.arrived or slot in self.away for slot in self.slots)
+        return all(slot in self.arrived for slot in self.slots)
 
 
 class Reducer:
@@ -145,24 +144,14 @@ class Reducer:
     # ------------------------------------------------------------------------------------------------- from the hooks
 
     def ready(self, name: str, grad: torch.Tensor) -> None:
-        """A dense gradient is there. What travels with it starts when it was the last one, and what has arrived goes on."""
+        """A gradient is there. What travels with it starts when it was the last one, and what has arrived goes on."""
         slot, bucket = self._at(name)
+        if grad.is_sparse and rows.goes_whole(slot.compressor):
+            grad = grad.to_dense()
         bucket.arrived[slot] = grad, grad._version
-        self._go_on(bucket)
-
-    def ready_sparse(self, name: str, grad: torch.Tensor) -> Sparse:
-        """A sparse gradient is there, which is not compressed and travels by itself."""
-        slot, bucket = self._at(name)
-        if (slot.compressor.name != "none" or slot.compressor.momentum) and name not in self._warned:
-            self._warned.add(name)
-            without = " and without momentum" if slot.compressor.momentum else ""
-            warnings.warn(f"the gradient of {name} is sparse and is exchanged uncompressed{without}; pass sparse_as_dense=True to "
-                          "compress it as a dense one", stacklevel=2)
-        started = Sparse(self._info(slot), grad, self.op, self.process_set, self.stats)
-        slot.step += 1
-        bucket.away.add(slot)
-        self._go_on(bucket)
-        return started
+        if not bucket.started and bucket.complete():
+            self._start(bucket)
+        self._progress()
 
     def _at(self, name: str) -> tuple[Slot, Bucket]:
         self.plan()
@@ -171,11 +160,6 @@ class Reducer:
         if not self._settled:
             self._arrivals.append(name)
         return slot, self._plan[slot]
-
-    def _go_on(self, bucket: Bucket) -> None:
-        if not bucket.started and bucket.complete():
-            self._start(bucket)
-        self._progress()
 
     def _start(self, bucket: Bucket) -> None:
         bucket.started = True
@@ -186,8 +170,8 @@ class Reducer:
     # ---------------------------------------------------------------------------------------------------- synchronize
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Start what has not been, wait for everything, and return the reduced dense gradients by name, each in the memory of
-        the one that was given.
+        """Start what has not been, wait for everything, and return the reduced gradients by name, dense ones in the memory of
+        those that were given.
 
         Raises:
             RuntimeError: if a gradient was changed since it was given.
@@ -202,10 +186,10 @@ class Reducer:
         flights = [flight for bucket in planned for flight in bucket.flights]
         self._forget()
         self.complete(flights)
-        self._decide_together([one.slot for flight in flights if flight.kind != "dense" for one in flight.cargo
+        self._decide_together([one.slot for flight in flights if flight.kind not in ("dense", "sparse") for one in flight.cargo
                                if one.compressor.across_tensors])
         if flights and not self._settled:
-            self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo})
+            self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo if not isinstance(one, SparseCargo)})
         if self._grown:
             self._grown, self._planned_for = False, None
         return {one.info.name: one.grad for flight in flights for one in flight.cargo}
@@ -244,7 +228,7 @@ class Reducer:
     def _forget(self) -> None:
         self._amid = False
         for bucket in self._plan.values():
-            bucket.arrived, bucket.away, bucket.flights, bucket.started = {}, set(), [], False
+            bucket.arrived, bucket.flights, bucket.started = {}, [], False
 
     def _wait(self, flight: Flight) -> None:
         pause = 5e-5
@@ -297,6 +281,9 @@ class Reducer:
             kind = self._kind(slot, info)
             travels = slot.travels.at(slot.step) or _NONE
             slot.step += 1
+            if grad.is_sparse:
+                together["sparse", slot] = [self._sparse(slot, travels, info, grad, version, kind)]
+                continue
             cargo = Cargo(slot, travels, self._local(slot.compressor)[1], info, grad, version)
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
@@ -312,6 +299,14 @@ class Reducer:
             flight = Flight(name, kind, cargo, self._workers(cargo[0].compressor), self.op, self.predivide, self.stats)
             self._flying.append(flight)
             yield flight
+
+    def _sparse(self, slot: Slot, travels: Compressor, info: TensorInfo, grad: torch.Tensor, version: int, kind: str) -> SparseCargo:
+        if kind != "dense" and not rows.goes_by_row(travels, info):
+            kind = "dense"
+            if info.name not in self._warned:
+                self._warned.add(info.name)
+                warnings.warn(rows.uncompressed_warning(travels, info.name), stacklevel=2)
+        return SparseCargo(slot, travels if kind != "dense" else _NONE, 1, info, grad, version, kind)
 
     def _workers(self, compressor: Compressor) -> Workers:
         if not compressor.hierarchical:
