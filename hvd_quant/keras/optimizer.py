@@ -60,8 +60,7 @@ def DistributedOptimizer(
         compression: a compressor, a spec string such as ``"topk:ratio=0.01"``, a mapping from patterns of variable
             paths to these (first match wins, no match goes dense), or any class with Horovod's
             ``compress``/``decompress``.
-        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed, which is
-            warned about.
+        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are compressed row by row.
         gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
         op: Average or Sum.
         backward_passes_per_step: passes whose gradients are added up before each exchange. ``iterations`` counts

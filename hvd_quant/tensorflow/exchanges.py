@@ -18,10 +18,12 @@ from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.compressors.base import conclude
 from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges, sent_bytes
+from hvd_quant.exchange.rows import Table
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.codes import Encoded, Hosted, Traced
+from hvd_quant.tensorflow.rows import Merged, Rows
 from hvd_quant.tensorflow.state import COSTS, OWNER, Slot
 
 _NONE = get_compressor("none")
@@ -398,8 +400,61 @@ class Flight:
             return info
         return dataclasses.replace(info, rank=self.workers.all.rank(), world=self.workers.all.size())
 
+    def rows(self, exchange: str) -> Landed:
+        """A sparse gradient: the rows that each worker touches, merged and compressed, to all workers; or, where all of them
+        together are more than a dense one, that.
+
+        Arguments:
+            exchange: by which it travels as a dense one.
+        """
+        (one,) = self.cargo
+        info, world = self._among_all(one.info), tf.cast(self._among_all(one.info).world, tf.float64)
+        table = Table(self.compressor, info, info.shape[0])
+        code, merged = Rows(table), Merged(one.grad, table)
+        counted = _guarded(one.after_the_one_before(merged.counted)[None])
+        clock = Clock([counted])
+        told = _gathered(counted, f"{self.label}_counts", self.workers.all)
+        clock.lap("wait", [told])
+        before = {"wire_bytes": sent_bytes("sparse", 8.0, world), "wait_seconds": clock.seconds["wait"]}
+
+        def as_rows() -> Landed:
+            clock, residual, kept = Clock([told]), one.slot.state.get("residual"), None
+            if residual is not None:
+                places = merged.entries(table)
+                with tf.control_dependencies([told]):
+                    kept = residual.sparse_read(places)
+            message, keeps = code.encode(merged, kept)
+            message = _guarded(message)
+            clock.lap("encode", [message])
+            gathered = _gathered(message, f"{self.label}_rows", self.workers.all)
+            clock.lap("wait", [gathered])
+            rows, values, void = code.decode(gathered, told, self.op == Average)
+            if residual is not None:
+                with tf.control_dependencies([values]):
+                    stored = residual.scatter_nd_update(places[:, None], tf.where(void, kept, keeps))
+                values = _after([stored], values)
+            landed = self._landed("sparse", [values], clock, _bytes_of(message), void)
+            return Landed([self._slices(rows, landed.gradients[0])], landed.costs)
+
+        def as_dense() -> Landed:
+            flat = tf.scatter_nd(merged.rows[:, None], merged.values, [table.count, table.width])
+            cargo = dataclasses.replace(one, grad=tf.cast(tf.reshape(flat, info.shape), one.grad.dtype), changes=[])
+            landed = getattr(dataclasses.replace(self, cargo=[cargo]), exchange)()
+            dense = tf.reshape(landed.gradients[0], [table.count, table.width])
+            rows = tf.where(tf.reduce_any(dense != 0, 1))[:, 0]
+            return Landed([self._slices(rows, tf.gather(dense, rows))], landed.costs)
+
+        landed = tf.cond(code.is_smaller_dense(told, exchange, self.compressor), as_dense, as_rows)
+        return landed._replace(costs=landed.costs + tf.stack([tf.cast(before.get(what, 0), tf.float64) for what in COSTS]))
+
+    def _slices(self, rows: tf.Tensor, values: tf.Tensor) -> tf.IndexedSlices:
+        """Rows as a gradient of the kind that was given."""
+        (one,) = self.cargo
+        values = tf.cast(tf.reshape(values, [-1, *one.info.shape[1:]]), one.grad.dtype)
+        return tf.IndexedSlices(values, tf.cast(rows, one.grad.indices.dtype), one.grad.dense_shape)
+
     def sparse(self) -> Landed:
-        """A sparse gradient: an allgather of its indices and one of its values."""
+        """A sparse gradient, uncompressed: an allgather of its indices and one of its values."""
         (one,) = self.cargo
         grad, info = one.grad, one.info
         values, indices = (_guarded(one.after_the_one_before(x)) for x in (grad.values, grad.indices))

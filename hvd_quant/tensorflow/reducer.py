@@ -15,7 +15,7 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum, global_
 from tensorflow.python.ops import control_flow_util
 
 from hvd_quant.compressors import Compressor
-from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes
+from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes, rows
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.codes import Hosted, Traced
@@ -39,7 +39,7 @@ class Reducer(tf.Module):
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         predivide: Horovod's gradient_predivide_factor, for dense gradients; a compressed mean is the same whatever it is.
         groups: lists of variables, or a number of groups, that travel together.
-        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed.
+        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are compressed row by row.
         process_set: the workers to reduce over.
         bucket_bytes: dense bytes of gradients that travel together.
         synced: whether workers that join an elastic job get the others' step counts.
@@ -99,10 +99,10 @@ class Reducer(tf.Module):
         given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
         for grad, variable in zip(grads, variables):
             if grad is not None:
-                given[self.state.place(variable)] = tf.convert_to_tensor(grad) if self._sparse_as_dense else grad
+                whole = self._sparse_as_dense or rows.goes_whole(self.state.slot(variable).compressor)
+                given[self.state.place(variable)] = tf.convert_to_tensor(grad) if whole else grad
         if alone:  # momentum is a part of training with one worker too
-            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.has_momentum
-                     and not isinstance(grad, tf.IndexedSlices)}
+            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.has_momentum}
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
                              "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
@@ -160,7 +160,7 @@ class Reducer(tf.Module):
         for slot in slots:
             untracked(slot, sparse=isinstance(given[slot], tf.IndexedSlices))
         if self._op in (Average, Sum):
-            for group in by((s for s in slots if not s.sparse), lambda slot: slot.compressor).values():
+            for group in by(slots, lambda slot: slot.compressor).values():
                 self.state.decide(group)
         reduced: dict[Slot, Gradient] = {}
         for (ways, _, _), together in by(slots, self._way).items():
@@ -171,7 +171,7 @@ class Reducer(tf.Module):
     def _way(self, slot: Slot) -> tuple[tuple[Way, ...], Any, Any]:
         """How it travels, and what else those have in common that travel with it."""
         if slot.sparse:
-            return (Way(0, "sparse", None),), slot, None
+            return slot.ways, slot, None
         dense = (Way(0, "dense", None),)
         if self._op == Adasum:
             return dense, slot.compressor, slot.workers  # which makes fp16 of it, or doesn't
@@ -198,13 +198,14 @@ class Reducer(tf.Module):
         if network.ELASTIC:
             at = {"rank": mpi_ops.rank_op(), "world": mpi_ops.size_op(self._process_set.process_set_id)}
         infos = [dataclasses.replace(slot.info, step=slot.step.read_value(), **at) for slot in slots]
-        if ways[0].kind == "sparse":
-            self._warn_of_sparse(slots[0])
+        if slots[0].sparse:
+            self._require_sums(slots[0])
         style = self.state.horovod_style or (slots[0].compressor if self._op == Adasum else None)
 
         def go(way: Way) -> Landed:
             cargo = [Cargo(slot, info, grad, slot.left_by(ways[-1])) for slot, info, grad in zip(slots, infos, grads)]
-            return getattr(Flight(label, way.compressor, cargo, workers, self._op, self._predivide, style), way.kind)()
+            flight = Flight(label, way.compressor, cargo, workers, self._op, self._predivide, style)
+            return self._by_row(flight, way.kind) if slots[0].sparse else getattr(flight, way.kind)()
 
         def exchanged() -> Landed:
             least = tf.reduce_min(tf.stack([info.step for info in infos]))
@@ -228,12 +229,19 @@ class Reducer(tf.Module):
         with tf.control_dependencies([counted, *also]):
             return tf.nest.map_structure(tf.identity, grad, expand_composites=True)
 
-    def _warn_of_sparse(self, slot: Slot) -> None:
-        if (slot.compressor.name != "none" or slot.compressor.momentum) and slot.info.name not in self._warned:
+    def _by_row(self, flight: Flight, kind: str) -> Landed:
+        """The exchange of a sparse gradient, compressed where that can be done."""
+        slot = flight.cargo[0].slot
+        if kind == "dense":
+            return flight.sparse()
+        if rows.goes_by_row(flight.compressor, slot.info):
+            return flight.rows(kind)
+        if slot.info.name not in self._warned:
             self._warned.add(slot.info.name)
-            without = " and without momentum" if slot.compressor.momentum else ""
-            warnings.warn(f"the gradient of {slot.info.name} is sparse and is exchanged uncompressed{without}; pass "
-                          "sparse_as_dense=True to compress it as a dense one", stacklevel=2)
+            warnings.warn(rows.uncompressed_warning(flight.compressor, slot.info.name), stacklevel=2)
+        return flight.sparse()
+
+    def _require_sums(self, slot: Slot) -> None:
         if self._op not in (Average, Sum):
             raise ValueError(f"the gradient of {slot.info.name} is sparse, which op={self._op!r} can't reduce: pass "
                              "sparse_as_dense=True")

@@ -17,6 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, advice, memory
+from hvd_quant.exchange import rows
 from hvd_quant.exchange.checkpoint import OWNER, restored, saved
 from hvd_quant.exchange.stats import Bucket, Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
@@ -54,7 +55,7 @@ class Slot(tf.Module):
         state: name -> fp32 variable; names that start with ``OWNER`` are of the range that this worker reduces for all.
         step: int64 variable, exchanges so far.
         averaged: int64 variable, exchanges until the variable was averaged last; None where it isn't.
-        sparse: whether its gradient was an uncompressed ``tf.IndexedSlices`` when last a graph was made.
+        sparse: whether its gradient was a ``tf.IndexedSlices`` when last a graph was made.
         in_step: a number that slots share which had the same number of exchanges when last a graph was made.
     """
 
@@ -285,7 +286,8 @@ class State(tf.Module):
         for account in self.accounts.values():
             costs = dict(zip(COSTS, account.costs.numpy().tolist()))
             first = account.slots[0]
-            spec = "none" if kinds[first] in ("dense", "sparse") else self._last(first).compressor.spec
+            compressor = self._last(first).compressor or _NONE
+            spec = (_NONE if first.sparse and not rows.goes_by_row(compressor, first.info) else compressor).spec
             label = account.label if account.label not in stats.buckets else f"{account.label}_{len(stats.buckets)}"
             bucket = stats.buckets[label] = Bucket(kinds[first], spec, [names[slot] for slot in account.slots])
             for what in COSTS:

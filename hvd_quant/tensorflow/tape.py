@@ -49,8 +49,7 @@ def DistributedGradientTape(
         compression: a compressor, a spec string such as ``"topk:ratio=0.01"``, a mapping from patterns of variable paths to
             these (first match wins, no match goes dense), any class with Horovod's ``compress``/``decompress``, or what
             ``compressor.bind(variables)`` returned.
-        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are not compressed, which is warned
-            about.
+        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense gradients; otherwise they are compressed row by row.
         op: Average or Sum; Adasum for uncompressed and fp16 gradients.
         gradient_predivide_factor: as in Horovod for dense gradients; a compressed mean is the same whatever the factor.
         num_groups, groups: variables that travel together, when the last of them has its gradient.
