@@ -376,7 +376,8 @@ class SparseCargo(Cargo):
         self.land_sparse(torch.stack(places), values.view(-1, *self.grad.shape[len(self._lead):]), merged=True)
 
     def land_sparse(self, indices: torch.Tensor, values: torch.Tensor, merged: bool = False) -> None:
-        self.grad = torch.sparse_coo_tensor(indices, values.to(self.grad.dtype), self.grad.shape, is_coalesced=merged or None)
+        self.grad = torch.sparse_coo_tensor(indices, values.to(self.grad.dtype), self.grad.shape, check_invariants=False,
+                                            is_coalesced=merged or None)
 
 
 class Encoded(NamedTuple):

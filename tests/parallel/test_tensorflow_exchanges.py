@@ -500,7 +500,6 @@ def test_hosts_average_inside_and_exchange_ranges(two_hosts, compressor, op):
     assert stats["wire_bytes"] < 5 * dense_bytes / 4
 
 
-@pytest.mark.filterwarnings("ignore:the gradient of v1 is sparse")
 def test_on_one_host_everything_is_dense():
     weights = variables([(5000,), (7, 3)])
     reducer = Reducer({"v0": "onebit:hierarchical=true", "*": "fp16:hierarchical=true"}, weights, name="test")
