@@ -7,7 +7,7 @@ A *payload* is the uint8 vector that one worker sends for one tensor, or for a r
          0     2  magic       b"HQ"
          2     1  version     WIRE_VERSION
          3     1  flags       NONFINITE | FAILED
-         4     4  codec       CRC-32 of the compressor's name
+         4     4  codec       CRC-32 of the compressor's name; of "rows" where it holds the numbers of a sparse gradient's rows
          8     8  numel       entries encoded
         16     8  body bytes  a multiple of 8; padding is zero
         24     8  checksum    sum of word[j] * (2 j + 1) mod 2^64 over the payload's 32-bit words, this field taken as zero

@@ -168,6 +168,16 @@ def test_steps_of_a_warm_up_go_as_they_are_and_leave_nothing():
         assert np.allclose(grad, exact, atol=1e-5) == (i < 2) and residual(reducer).any() == (i == 2 and RANK % 4 != 3)
 
 
+def test_what_another_code_has_kept_of_rows_goes_along(monkeypatch):
+    reducer, step = reducer_of(ONEBIT)
+    slot = reducer.state.slots["p"]
+    slot.state["residual"].assign(tf.fill([ROWS * WIDTH], 0.5))
+    monkeypatch.setattr(reducer.state, "decide", lambda slots: object.__setattr__(slot, "travels", get_compressor("fp16")))
+    grad, kept = step(([RANK], np.ones((1, WIDTH)))), residual(reducer)
+    np.testing.assert_allclose(grad[:WORLD], np.full((WORLD, WIDTH), 1.5 / WORLD), rtol=1e-6)
+    assert not grad[WORLD:].any() and not kept[RANK].any() and np.count_nonzero(kept) == (ROWS - 1) * WIDTH
+
+
 def test_codes_of_whole_tensors_are_not_used_which_is_warned_about_once():
     reducer, step = reducer_of("powersgd:min_numel=0", in_graph=False)
     with pytest.warns(UserWarning, match="the gradient of p is sparse and is exchanged uncompressed, since") as warned:

@@ -176,6 +176,16 @@ def test_steps_of_a_warm_up_go_as_they_are_and_leave_nothing():
         assert torch.allclose(grad, exact, atol=1e-5) == (i < 2) and bool(residual(optimizer).any()) == (i == 2 and RANK % 4 != 3)
 
 
+def test_what_another_code_has_kept_of_rows_goes_along():
+    p, optimizer = optimizer_of(ONEBIT)
+    slot = optimizer._reducer._slots["p"]
+    slot.state["residual"].fill_(0.5)
+    slot.travels = get_compressor("fp16")
+    grad, kept = step(p, optimizer, ([RANK], torch.ones(1, WIDTH))), residual(optimizer)
+    close(grad[:WORLD], torch.full((WORLD, WIDTH), 1.5 / WORLD))
+    assert not grad[WORLD:].any() and not kept[RANK].any() and kept.count_nonzero() == (ROWS - 1) * WIDTH
+
+
 @pytest.mark.parametrize("spec", ["powersgd:min_numel=0", "randomk:min_numel=0"])
 def test_codes_of_whole_tensors_are_not_used_which_is_warned_about_once(spec):
     p, optimizer = optimizer_of(spec)
