@@ -107,11 +107,12 @@ def _encoded(compressor: Compressor, vector: np.ndarray, kept: tuple[np.ndarray,
         (payload,) = _encoded(compressor, vector + kept[0], (), info)
         return [payload, np.zeros_like(kept[0])]
     if not compressor.native:
-        state = {"residual": array.copy() for array in kept}
+        state = dict(zip(["residual"], map(np.copy, kept)))
         params = compressor.measure(generic, vector, state, info)
         payload = compressor.encode(generic, vector, state, params, info)
     else:
-        state, grad = {"residual": ResourceVariable(array, trainable=False) for array in kept}, tf.constant(vector)
+        state = {key: ResourceVariable(array, trainable=False) for key, array in zip(["residual"], kept)}
+        grad = tf.constant(vector)
         payload = compressor.encode(ops, grad, state, compressor.measure(ops, grad, state, info), info).numpy()
     if not (isinstance(payload, np.ndarray) and payload.dtype == np.uint8 and payload.ndim == 1):
         raise TypeError(f"{compressor.name}.encode returned a {type(payload).__name__}, expected a 1-D uint8 array")
