@@ -20,7 +20,7 @@ from tests.parallel.tensorflow_workers import RANK, WORLD, assert_same_everywher
 from tests.parallel.test_tensorflow_exchanges import Own
 
 ONEBIT = "onebit:min_numel=0,exchange=allgather"
-BY_ROW = {spec: compressor for spec, compressor in CODECS.items() if compressor.name != "none"}
+BY_ROW = {compressor.name: compressor for compressor in CODECS.values() if compressor.name not in ("none", "bf16")}
 
 
 def reducer_of(compression, dtype=tf.float32, in_graph=True, **how):
@@ -95,8 +95,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("how", [*DAMAGE, "encode", "values", "index"])
+@pytest.mark.parametrize("how, in_graph", [*((how, True) for how in (*DAMAGE, "encode", "values", "index")), ("values", False)])
 def test_damage_and_failures_are_told_by_all_and_nothing_has_changed(how, in_graph, monkeypatch):
     reducer, step = reducer_of(ONEBIT, in_graph=in_graph)
     step(given(0, RANK))
@@ -141,7 +140,7 @@ def test_a_gradient_that_is_not_finite_makes_all_rows_nan_and_leaves_no_trace():
     assert reducer.stats()["void_tensors"] == 1
 
 
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float64])
 def test_other_types(dtype):
     _, step = reducer_of(ONEBIT, dtype)
     _, reference = reducer_of(ONEBIT)
@@ -190,7 +189,7 @@ def test_codes_of_whole_tensors_are_not_used_which_is_warned_about_once():
     assert [bucket["compressor"] for bucket in reducer.stats()["buckets"].values()] == ["none"]
 
 
-@pytest.mark.parametrize("knobs", ["momentum=0.5", "memory=ef21", "merge=sum"])
+@pytest.mark.parametrize("knobs", ["momentum=0.5", "memory=ef21"])
 def test_what_goes_on_in_all_rows_needs_a_dense_gradient(knobs):
     spec = f"topk:ratio=0.1,min_numel=0,{knobs}"
     (reducer, step), (_, as_dense) = reducer_of(spec), reducer_of(spec, sparse_as_dense=True)

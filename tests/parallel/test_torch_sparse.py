@@ -15,7 +15,7 @@ from tests.parallel.sparse_in_numpy import ROWS, WIDTH, Workers, given, of_all_r
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat
 
 ONEBIT = "onebit:min_numel=0,exchange=allgather"
-BY_ROW = {spec: compressor for spec, compressor in CODECS.items() if compressor.name != "none"}
+BY_ROW = {compressor.name: compressor for compressor in CODECS.values() if compressor.name not in ("none", "bf16")}
 
 
 def optimizer_of(compression, dtype=torch.float32, shape=(ROWS, WIDTH), **kwargs):
