@@ -431,7 +431,7 @@ class Reducer:
         undecided = [(compressor, self._compressible(compressor, slots)) for (compressor, resumed), slots in groups if not resumed]
         policies = cost.worth_a_trial([(compressor, infos) for compressor, infos in undecided if infos],
                                       lambda compressor: self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
-        if len(policies) == 1:
+        if len(policies) == 1 or not gradients:
             return policies[0]
         examples = {name: torch.randn_like(gradients[name]) for name in self._order if name in gradients}
         rehearsals = self._rehearsals(policies, list(examples))

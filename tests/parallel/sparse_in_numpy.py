@@ -1,12 +1,19 @@
 """Sparse gradients of workers, and what becomes of them with error feedback by row, in NumPy."""
 
+import dataclasses
+
 import numpy as np
 
-from hvd_quant import wire
+from hvd_quant import get_compressor, wire
 from hvd_quant.compressors import TensorInfo
 from hvd_quant.ops import generic
+from tests.conftest import CODECS
 
 ROWS, WIDTH = 1000, 16
+CODES = {compressor.name: compressor if compressor.linear else dataclasses.replace(compressor, exchange="allgather")
+         for compressor in CODECS.values() if compressor.name not in ("none", "bf16")}
+"""One of each kind."""
+CODES["model"] = get_compressor("topk:ratio=0.1,min_numel=0,scope=model,exchange=allgather")
 
 
 def given(step, rank):

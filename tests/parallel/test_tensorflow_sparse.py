@@ -14,13 +14,11 @@ from hvd_quant import get_compressor
 from hvd_quant.compressors import OneBit
 from hvd_quant.exchange.rows import Table
 from hvd_quant.tensorflow.reducer import Reducer
-from tests.conftest import CODECS
-from tests.parallel.sparse_in_numpy import ROWS, WIDTH, Workers, given, of_all_rows
+from tests.parallel.sparse_in_numpy import CODES, ROWS, WIDTH, Workers, given, of_all_rows
 from tests.parallel.tensorflow_workers import RANK, WORLD, assert_same_everywhere, every
 from tests.parallel.test_tensorflow_exchanges import Own
 
 ONEBIT = "onebit:min_numel=0,exchange=allgather"
-BY_ROW = {compressor.name: compressor for compressor in CODECS.values() if compressor.name not in ("none", "bf16")}
 
 
 def reducer_of(compression, dtype=tf.float32, in_graph=True, **how):
@@ -45,7 +43,7 @@ def residual(reducer):
     return reducer.state_dict()["tensors"]["p"]["state"]["residual"].reshape(ROWS, WIDTH)
 
 
-@every({**BY_ROW, "model": get_compressor("topk:ratio=0.1,min_numel=0,scope=model"), "own": Own(min_numel=0)})
+@every({**CODES, "own": Own(min_numel=0, exchange="allgather")})
 def test_rows_are_compressed_as_numpy_does_it(compressor):
     op = hvd.Sum if compressor.name == "onebit" else hvd.Average
     reducer, step = reducer_of(compressor, op=op, in_graph=compressor.name != "natural")
@@ -74,7 +72,7 @@ def test_more_rows_than_a_dense_gradient_is_worth_travel_dense(spec):
         grad = step(gradients[RANK])
         assert_same_everywhere(grad)
         if i != 1 or compressor.exchange != "sra":  # what an owner keeps is not in there
-            np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5 if compressor.name == "onebit" else 1e-3)
+            np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5 if compressor.name == "onebit" else 4e-3)
         if compressor.exchange == "allgather":
             counted = workers.wire_bytes[RANK] + ((8 + compressor.payload_bytes(workers.info)) * (WORLD - 1) if i else 0)
             assert reducer.stats()["wire_bytes"] == counted
@@ -160,7 +158,7 @@ def test_rows_of_one_worker_and_of_none(n):
 
 
 def test_steps_of_a_warm_up_go_as_they_are_and_leave_nothing():
-    reducer, step = reducer_of("onebit:warmup=2,min_numel=0")
+    reducer, step = reducer_of(f"{ONEBIT},warmup=2")
     for i in range(3):
         grad, exact = step(given(i, RANK)), np.zeros((ROWS, WIDTH))
         for rank in range(WORLD):
@@ -191,7 +189,7 @@ def test_codes_of_whole_tensors_are_not_used_which_is_warned_about_once():
 
 @pytest.mark.parametrize("knobs", ["momentum=0.5", "memory=ef21"])
 def test_what_goes_on_in_all_rows_needs_a_dense_gradient(knobs):
-    spec = f"topk:ratio=0.1,min_numel=0,{knobs}"
+    spec = f"topk:ratio=0.1,min_numel=0,exchange=allgather,{knobs}"
     (reducer, step), (_, as_dense) = reducer_of(spec), reducer_of(spec, sparse_as_dense=True)
     for i in range(3):
         np.testing.assert_array_equal(step(given(i, RANK)), as_dense(given(i, RANK)))

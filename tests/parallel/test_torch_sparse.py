@@ -8,14 +8,14 @@ import torch
 import hvd_quant.torch as hvd
 from hvd_quant import get_compressor, wire
 from hvd_quant.compressors import OneBit
+from hvd_quant.exchange import cost
 from hvd_quant.exchange.rows import Table
+from hvd_quant.torch import network
 from hvd_quant.torch.exchanges import SparseCargo
-from tests.conftest import CODECS
-from tests.parallel.sparse_in_numpy import ROWS, WIDTH, Workers, given, of_all_rows
+from tests.parallel.sparse_in_numpy import CODES, ROWS, WIDTH, Workers, given, of_all_rows
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat
 
 ONEBIT = "onebit:min_numel=0,exchange=allgather"
-BY_ROW = {compressor.name: compressor for compressor in CODECS.values() if compressor.name not in ("none", "bf16")}
 
 
 def optimizer_of(compression, dtype=torch.float32, shape=(ROWS, WIDTH), **kwargs):
@@ -43,7 +43,7 @@ def close(found, expected, atol=1e-5):
     torch.testing.assert_close(found.float(), torch.as_tensor(expected), rtol=1e-5, atol=atol)
 
 
-@every({**BY_ROW, "model": get_compressor("topk:ratio=0.1,min_numel=0,scope=model")})
+@every(CODES)
 def test_rows_are_compressed_as_numpy_does_it(compressor):
     op = hvd.Sum if compressor.name == "onebit" else hvd.Average
     p, optimizer = optimizer_of(compressor, op=op)
@@ -73,7 +73,7 @@ def test_more_rows_than_a_dense_gradient_is_worth_travel_dense(spec, kind):
         assert stats["exchanges"] == {kind if i == 1 else "sparse": ["p"]}
         assert_same_everywhere(grad)
         if i != 1 or kind != "sra":  # what an owner keeps is not in there
-            close(grad, expected, atol=1e-3 if kind == "allreduce" else 1e-5)
+            close(grad, expected, atol=4e-3 if kind == "allreduce" else 1e-5)
         if kind == "allgather":
             payload = compressor.payload_bytes(workers.info)
             counted = workers.wire_bytes[RANK] + ((8 + payload) * (WORLD - 1) if i else 0)
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_makes_all_rows_nan_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("compression", [ONEBIT, "onebit:warmup=9,min_numel=0"], ids=["compressed", "plain"])
+@pytest.mark.parametrize("compression", [ONEBIT, f"{ONEBIT},warmup=9"], ids=["compressed", "plain"])
 def test_other_types_and_rows_of_two_indices(compression, dtype):
     p, optimizer = optimizer_of(compression)
     q, other = optimizer_of(compression, dtype, (40, ROWS // 40, WIDTH))
@@ -170,7 +170,7 @@ def test_rows_of_one_worker_and_of_none(n):
 
 
 def test_steps_of_a_warm_up_go_as_they_are_and_leave_nothing():
-    p, optimizer = optimizer_of("onebit:warmup=2,min_numel=0")
+    p, optimizer = optimizer_of(f"{ONEBIT},warmup=2")
     for i in range(3):
         grad, exact = step(p, optimizer, given(i, RANK)), torch.zeros(ROWS, WIDTH)
         for rank in range(WORLD):
@@ -202,7 +202,7 @@ def test_codes_of_whole_tensors_are_not_used_which_is_warned_about_once(spec):
 
 @pytest.mark.parametrize("knobs", ["momentum=0.5", "memory=ef21", "merge=sum"])
 def test_what_goes_on_in_all_rows_needs_a_dense_gradient(knobs):
-    spec = f"topk:ratio=0.1,min_numel=0,{knobs}"
+    spec = f"topk:ratio=0.1,min_numel=0,exchange=allgather,{knobs}"
     (p, optimizer), (q, as_dense) = optimizer_of(spec), optimizer_of(spec, sparse_as_dense=True)
     for i in range(3):
         assert torch.equal(step(p, optimizer, given(i, RANK)), step(q, as_dense, given(i, RANK)))
@@ -251,3 +251,12 @@ def test_replicas_of_a_model_with_a_table_stay_identical(kind):
         losses.append(loss.item())
     assert_same_everywhere(flat(model))
     assert losses[-1] < 0.95 * losses[0] and "sparse" in optimizer.compression_stats()["exchanges"]
+
+
+def test_a_first_step_of_sparse_gradients_alone_leaves_nothing_to_rehearse(monkeypatch):
+    monkeypatch.setattr(network, "costs", lambda workers, compressors, device: cost.typical(WORLD))
+    monkeypatch.setattr(cost, "worth_a_trial", lambda *arguments: ["allgather", "sra"])
+    p, optimizer = optimizer_of("onebit:min_numel=0,only_if_faster=true")
+    for i in range(2):
+        assert_same_everywhere(step(p, optimizer, given(i, RANK)))
+    assert optimizer.compression_stats()["exchanges"] == {"sparse": ["p"]}
