@@ -181,7 +181,8 @@ def _zero_grad(self, set_to_none: bool = True) -> None:
 def _no_rows(p: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     """A sparse zero gradient of the layout that ``p`` has had before, so that it pairs with other workers'."""
     return torch.sparse_coo_tensor(torch.zeros((sparse_dim, 0), dtype=torch.int64, device=p.device),
-                                   torch.zeros((0, *p.shape[sparse_dim:]), dtype=p.dtype, device=p.device), p.shape)
+                                   torch.zeros((0, *p.shape[sparse_dim:]), dtype=p.dtype, device=p.device), p.shape,
+                                   check_invariants=False)
 
 
 class _Compressed:
