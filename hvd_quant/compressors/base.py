@@ -125,6 +125,9 @@ class Compressor:
     """Whether the methods use nothing but the codes in ``ops``, so that TensorFlow can trace them into a graph. Others are
     called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
 
+    sizes: ClassVar[tuple[str, ...]] = ("clip_norm", "weight_decay")
+    """The fields that grow with the gradient."""
+
     exchange: str = "auto"
     only_if_faster: bool = False
     hierarchical: bool = False
@@ -199,7 +202,7 @@ class Compressor:
         return self.payload_bytes(info) - wire.HEADER_BYTES
 
     def state_shapes(self, info: TensorInfo, role: str = "worker") -> dict[str, tuple[int, ...]]:
-        """Name and shape of the fp32 state to allocate, zeroed, for a range.
+        """Name and shape of the fp32 state to allocate, zeroed, for a range. It is in units of the gradient, whose scale it follows.
 
         Arguments:
             role: "worker" for the state of one's own gradient, "owner" for that of a range one reduces for all.
@@ -302,7 +305,8 @@ class Compressor:
     def undo(self, ops: Any, grad: Array, state: Mapping[str, Array], payload: Array, info: TensorInfo) -> Any:
         """Return the state to its value before ``payload`` was encoded from ``grad``, to fp32 rounding of what was added.
 
-        This knows the residual; a codec with other state overrides it. What it returns is done when the state is back.
+        This knows the residual; state of a codec's own is copied before :meth:`measure`, and put back afterwards. What it returns
+        is done when the state is back.
         """
         if "residual" in state:
             own = self.decode_sum(ops, [ops.without_flags(payload)], info)
@@ -312,6 +316,10 @@ class Compressor:
     def at(self, step: int) -> Compressor | None:
         """What a tensor's gradient travels as after ``step`` exchanges, as :meth:`stages` has it; None: dense."""
         return next(compressor for first, compressor in reversed(_stages(self)) if first <= step)
+
+    def scaled(self, factor: float) -> Compressor:
+        """This compressor for gradients that are ``factor`` times as large, as those of a loss that is scaled are."""
+        return self if factor == 1 else _scaled(self, factor)
 
     @property
     def spec(self) -> str:
@@ -420,6 +428,12 @@ class Compressor:
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """The other half of :meth:`compress`."""
         return self.compress(tensor)
+
+
+@functools.lru_cache(maxsize=256)
+def _scaled(compressor: Compressor, factor: float) -> Compressor:
+    sizes = {field: getattr(compressor, field) * factor for field in compressor.sizes}
+    return dataclasses.replace(compressor, **sizes) if any(sizes.values()) else compressor
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ class Threshold(Compressor):
     name = "threshold"
     native = True
     sparse = True
+    sizes = (*Compressor.sizes, "tau")
     tau: float
     capacity: float = 1 / 32
 

@@ -7,6 +7,7 @@ collective's result once that is there. Nothing here waits.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Generator
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class Workers(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that was started: what :meth:`Flight.advance` waits for. ``last``: only writing the gradients is left."""
+    """A collective that was started: what :meth:`Flight.advance` waits for. ``last``: only :meth:`Flight.land` is left."""
 
     handle: Any
     last: bool
@@ -59,17 +60,22 @@ class Cargo:
         slot: what is kept for its parameter.
         compressor: as what it travels.
         places: the workers of this host that exchange different parts of it.
+        scale: of the loss that the gradient is of.
         info: what is known of the whole tensor at this step.
         grad: the gradient; after the flight, the reduced one, in the same memory.
         flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
         memory: what is made of it before it is encoded.
     """
 
-    def __init__(self, slot: Any, compressor: Compressor, places: int, info: TensorInfo, grad: torch.Tensor, version: int) -> None:
-        self.slot, self.compressor, self.places, self.info, self.grad, self._version = slot, compressor, places, info, grad, version
+    def __init__(self, slot: Any, compressor: Compressor, places: int, scale: float, info: TensorInfo, grad: torch.Tensor,
+                 version: int) -> None:
+        self.slot, self.compressor, self.places = slot, compressor.scaled(scale), places
+        self.info, self.grad, self._version = info, grad, version
         self.error: Exception | None = None
-        self.memory = memory.of(slot.compressor)
+        self.memory = memory.of(slot.compressor.scaled(scale))
+        self._had_kept = slot.kept
         self._kept: dict[str, torch.Tensor] = {}  # what becomes of the state once the exchange is over
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # of state that only the code knows, what it was
         self._encoded: list[Encoded] = []
         self._own: list[Encoded] = []  # of those, what was encoded of this worker's own gradient
 
@@ -92,6 +98,10 @@ class Cargo:
                 f"the gradient of {self.info.name} was modified (unscaled, clipped, zeroed) after backward had started its "
                 "exchange: call optimizer.synchronize() first, then modify gradients, then step() inside "
                 "optimizer.skip_synchronize()")
+
+    def holds(self, vector: torch.Tensor) -> bool:
+        """Whether a vector is the gradient's own memory."""
+        return not self.grad.is_sparse and vector.data_ptr() == self.grad.data_ptr()
 
     def after_the_host(self, flat: torch.Tensor) -> None:
         """Go on with the average of the host's workers. Had the gradient been changed, all are to be told."""
@@ -132,9 +142,8 @@ class Cargo:
         return flat if self.compressor.memory == "error_feedback" else self.uncompressed(world).view(-1).float()
 
     def landed_uncompressed(self, total: torch.Tensor, op: int, world: int) -> None:
-        """Bring what was reduced of :meth:`uncompressed` into the gradient, and let the state become what follows from it. A step
-        with a value that is not finite leaves no trace there."""
-        if self._kept and torch.isfinite(total).all():
+        """Bring what was reduced of :meth:`uncompressed` into the gradient, and let the state become what follows from it."""
+        if self._kept:
             mean = total if op == Average else total / world
             mean = self._settle(None, mean.view(-1))
             total = mean if op == Average else mean * world
@@ -179,7 +188,7 @@ class Cargo:
             if self.error is not None:
                 raise self.error
             vector = self._prepared(self.flat[first:last], self.info.world)
-            params = self.compressor.measure(ops, vector, state, self.info.part(first, last))
+            params = self._measure(vector, state, self.info.part(first, last))
             for a, b in cuts:
                 part = {key: v[a - first:b - first] if v.shape == (last - first,) else v for key, v in state.items()}
                 self._encode(vector[a - first:b - first], part, params, self.info.part(a, b))
@@ -207,12 +216,17 @@ class Cargo:
             payloads = [payload for payload, _ in arrived]
             mean = self.compressor.decode_mean(ops, payloads, info, ops.new_vector(info.numel, payloads[0]))
             state = self.slot.owner_state
-            params = self.compressor.measure(ops, mean, state, info.at(phase=1))
+            params = self._measure(mean, state, info.at(phase=1))
             return self._encode(mean, state, params, info.at(phase=1))
         except Exception as error:
             self.error = error
             return self._failure(info.numel, self.info.rank, str(error) if isinstance(error, wire.PayloadError) else
                                  f"{type(error).__name__}: {error}")
+
+    def _measure(self, vector: torch.Tensor, state: dict[str, torch.Tensor], info: TensorInfo) -> Any:
+        known = self.memory.shapes(info, "owner" if info.phase else "worker")
+        self._before += [(value, value.clone()) for key, value in state.items() if key not in known]
+        return self.compressor.measure(ops, vector, state, info)
 
     def _encode(self, vector: torch.Tensor, state: dict[str, torch.Tensor], params: Any, info: TensorInfo) -> torch.Tensor:
         payload = self.compressor.encode(ops, vector, state, params, info)
@@ -232,7 +246,18 @@ class Cargo:
                     self.compressor.undo(ops, vector, state, payload, info)
                 except wire.PayloadError:
                     pass  # a code that has made what can't be decoded; all workers are about to be told
+        for value, before in self._before:
+            value.copy_(before)
         self._encoded.clear()
+        self._before.clear()
+        self.slot.kept = self._had_kept
+
+    def void(self) -> None:
+        """Let the exchange count for nothing: all state is as before it, and the gradient NaN throughout, so that nobody takes
+        for reduced what is still kept."""
+        self.undo()
+        self.slot.step -= 1
+        self.grad.fill_(math.nan)
 
     def flags(self, arrived: list[tuple[TensorInfo, torch.Tensor, bytes]]) -> int:
         """The flags of all payloads together.
@@ -242,9 +267,10 @@ class Cargo:
         """
         flags = 0
         for info, payload, head in arrived:
-            flags |= wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags
-            if flags & wire.FAILED:
-                wire.check(payload, self.compressor.name, info.numel, 0)  # raises the reason
+            own = wire.parse_header(head, payload.numel(), self.compressor.name, info.numel).flags
+            if own:  # before it voids a step of all tensors, the whole payload has to be sound
+                wire.check(payload, self.compressor.name, info.numel, payload.numel() - wire.HEADER_BYTES)
+            flags |= own
         return flags
 
     def decode(self, arrived: list[tuple[TensorInfo, torch.Tensor, bytes]], mean: bool) -> None:
@@ -304,12 +330,12 @@ class SparseCargo(Cargo):
         counted: how many they are; -1 if they couldn't be found.
     """
 
-    def __init__(self, slot: Any, compressor: Compressor, places: int, info: TensorInfo, grad: torch.Tensor, version: int,
+    def __init__(self, slot: Any, compressor: Compressor, scale: float, info: TensorInfo, grad: torch.Tensor, version: int,
                  exchange: str) -> None:
-        super().__init__(slot, compressor, places, info, grad, version)
+        super().__init__(slot, compressor, 1, scale, info, grad, version)
         self.exchange, self._lead = exchange, grad.shape[:grad.sparse_dim()]
-        self.table = Table(compressor, info, self._lead.numel())
-        self._before: torch.Tensor | None = None
+        self.table = Table(self.compressor, info, self._lead.numel())
+        self._rows_before: torch.Tensor | None = None
 
     def merge(self) -> None:
         """Add up what the gradient has of each row. A worker that can't, tells the others later."""
@@ -337,15 +363,14 @@ class SparseCargo(Cargo):
                 raise self.error
             vector, state, info = self.flat, {}, self.table.part(self.counted)
             if "residual" in self.slot.state:
-                self._before = self._residual()[self.rows]
-                kept = self._before.clone().view(-1)
+                self._rows_before = self._residual()[self.rows]
+                kept = self._rows_before.clone().view(-1)
                 if self.compressor.memory == "none":  # another code has kept it
                     vector, kept = vector + kept, torch.zeros_like(kept)
                 else:
                     state["residual"] = kept
-            params = self.compressor.measure(ops, vector, state, info)
-            payload = self._encode(vector, state, params, info)
-            if self._before is not None:
+            payload = self._encode(vector, state, self._measure(vector, state, info), info)
+            if self._rows_before is not None:
                 self._residual()[self.rows] = kept.view(-1, self.table.width)
                 self.slot.kept = True
             return torch.cat([self.table.pack(self.rows), payload])
@@ -358,12 +383,20 @@ class SparseCargo(Cargo):
         return self.slot.state["residual"].view(-1, self.table.width)
 
     def undo(self) -> None:
-        if self._before is None:
-            super().undo()
-        else:
-            self._residual()[self.rows] = self._before
-        self._before = None
-        self._encoded.clear()
+        if self._rows_before is not None:
+            self._residual()[self.rows] = self._rows_before
+            self._rows_before = None
+            self._encoded.clear()
+        super().undo()
+
+    def void(self) -> None:
+        if not self.grad.is_sparse:
+            return super().void()
+        self.undo()
+        self.slot.step -= 1
+        # A row on every worker, also where there was none: all of them have to see it.
+        at = torch.zeros((len(self._lead), 1), dtype=torch.int64, device=self.grad.device)
+        self.land_sparse(at, self.grad._values().new_full((1, *self.grad.shape[len(self._lead):]), math.nan))
 
     def decode_rows(self, parts: list[Part], flags: int, mean: bool) -> None:
         """Let the gradient become what all workers' rows add up to."""
@@ -393,6 +426,7 @@ class Flight:
     """Gradients that travel together.
 
     Attributes:
+        here: whether everything has arrived.
         done: whether the gradients hold what was reduced.
         failure: what went wrong; it is raised where this flight is waited for.
     """
@@ -400,7 +434,9 @@ class Flight:
     def __init__(self, name: str, kind: str, cargo: list[Cargo], workers: Workers, op: int, predivide: float, stats: Stats) -> None:
         self.name, self.kind, self.cargo, self.workers, self.op, self.predivide = name, kind, cargo, workers, op, predivide
         self.stats, self.costs = stats, stats.buckets[name]
-        self.done = self.cancelled = False
+        self.here = self.done = self.cancelled = False
+        self.flagged = False  # a payload said that a value was not finite
+        self.sums: list[torch.Tensor] = []  # what allreduces brought
         self.failure: Exception | None = None
         self._route = {"dense": dense, "allreduce": allreduce, "sparse": sparse}.get(kind, compressed)(self)
         self._resume(None)
@@ -431,9 +467,14 @@ class Flight:
             return True
 
     @property
+    def finite(self) -> bool:
+        """Whether everything that is here is; the same on all workers."""
+        return not self.flagged and all(map(_finite, self.sums))
+
+    @property
     def landing(self) -> bool:
-        """Whether nothing is left to do but to write the gradients."""
-        return self._flying.last
+        """Whether nothing is left to do but to take what arrives and write the gradients."""
+        return self.here or self._flying.last
 
     def advance(self) -> None:
         """Go on with a result that has arrived. What goes wrong is kept as ``failure``, and what was encoded is taken back."""
@@ -451,12 +492,42 @@ class Flight:
             self.failure, self.done = error, True
             self.undo()
 
+    def land(self, void: bool) -> None:
+        """Write the gradients once everything is here, unless this was cancelled or has failed.
+
+        Arguments:
+            void: whether the step counts for nothing.
+        """
+        if self.done:
+            return
+        self.done = True
+        try:
+            if self.cancelled:
+                self.undo()
+                return
+            for one in self.cargo:
+                one.require_untouched(horovod_writes=any(map(one.holds, self.sums)))
+            if void:
+                with self.timed("decode"):
+                    if self.kind == "allreduce":
+                        self.stats.void_tensors += sum(not _finite(sums) for sums in self.sums)
+                    for one in self.cargo:
+                        one.void()
+            else:
+                self._resume(None)
+        except Exception:
+            self.undo()
+            raise
+        finally:
+            self._route.close()
+
     def _resume(self, result: Any) -> None:
         go_on = self._route.throw if isinstance(result, Exception) else self._route.send
         try:
             self._flying = go_on(result)
         except StopIteration:
             self.done = True
+        self.here = self._flying is None
 
     def undo(self) -> None:
         for one in self.cargo:
@@ -468,7 +539,8 @@ def sparse_bytes(grad: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in (grad._indices(), grad._values()))
 
 
-Route = Generator[Collective, Any, None]
+Route = Generator[Collective | None, Any, None]
+"""The collectives that it starts, one after another, and then None: everything is here, and what follows writes gradients."""
 
 
 def dense(flight: Flight) -> Route:
@@ -483,10 +555,8 @@ def dense(flight: Flight) -> Route:
         flight.count(one, grad.numel() * grad.element_size())
     yield flight.start("allreduce", vector, flight.workers.all, last=True, op=flight.op, prescale_factor=1 / flight.predivide,
                        postscale_factor=flight.predivide)
-    if flight.cancelled:
-        return
-    for one in cargo:
-        one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
+    flight.sums = [vector]
+    yield None
     with flight.timed("decode"):
         for one, part in zip(cargo, vector.view(-1).split([grad.numel() for grad in wide])):
             one.landed_uncompressed(part, flight.op, flight.workers.all.size())
@@ -533,10 +603,8 @@ def allreduce(flight: Flight) -> Route:
         totals = [total.view(part.shape) for total, part in zip(vector.split([part.numel() for part in parts]), parts)]
     for one, sent in zip(cargo, nbytes):
         flight.count(one, sent)
-    if flight.cancelled:
-        return
-    for one in cargo:
-        one.require_untouched(horovod_writes=vector.data_ptr() == one.grad.data_ptr())
+    flight.sums = totals
+    yield None
     with flight.timed("decode"):
         for one, code, total in zip(cargo, codes, totals):
             before = one.before_merge()
@@ -557,7 +625,9 @@ def compressed(flight: Flight) -> Route:
     3. "sra": each owner gets the payloads of its range from all, adds them up in the order of ranks, divides, and encodes the
        mean, with what it had kept.
     4. All get all payloads. With hierarchical exchange, they are handed on within the host.
-    5. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits.
+    5. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits. Where something is kept
+       between steps, that is when all of a step has arrived: if a value was not finite, nothing is decoded, and what was
+       encoded is taken back.
     """
     cargo, workers, scatter = flight.cargo, flight.workers, flight.kind == "sra"
     rank, world = workers.across.rank(), workers.across.size()
@@ -602,11 +672,6 @@ def compressed(flight: Flight) -> Route:
     if workers.host is not None:
         gathered = yield flight.start("allgather", gathered, workers.host, ".handed_on", last=True)
 
-    if flight.cancelled:
-        flight.undo()
-        return
-    for one in cargo:
-        one.require_untouched()
     with flight.timed("decode"):
         manifest = [(one, *one.cuts[i][j]) for i in range(places) for j in range(world) for one in cargo if _entries(one.cuts[i][j])]
         arrived: dict[Cargo, list[tuple[TensorInfo, torch.Tensor, bytes]]] = {one: [] for one in cargo}
@@ -622,12 +687,15 @@ def compressed(flight: Flight) -> Route:
         except wire.PayloadError as error:
             flight.undo()
             raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+        void_tensors = {one for one in cargo if flags.get(one, 0) & wire.NONFINITE}
+    flight.stats.void_tensors += len(void_tensors)
+    flight.flagged = bool(void_tensors)
+    yield None
+    with flight.timed("decode"):
         for one, payloads in arrived.items():
-            void = flags[one] & wire.NONFINITE
+            void = one in void_tensors
             if void:
-                # Nothing was received for this tensor, so nothing may leave the residuals.
                 one.undo()
-                flight.stats.void_tensors += 1
             local = None if void else one.local_part(factor)
             as_mean = scatter or one.memory.active or flight.op == Average
             try:
@@ -656,10 +724,10 @@ def sparse(flight: Flight) -> Route:
         bits = values.view(torch.int16) if values.dtype == torch.bfloat16 else values  # Horovod doesn't know the type
         indices = yield flight.start("allgather", indices, workers, ".indices")
         bits = yield flight.start("allgather", bits.contiguous(), workers, ".values", last=True)
-        if not flight.cancelled:
-            one.require_untouched()
-            values = bits.view(values.dtype)
-            one.land_sparse(indices.t(), values / workers.size() if flight.op == Average else values)
+        values = bits.view(values.dtype)
+        flight.sums = [values]
+        yield None
+        one.land_sparse(indices.t(), values / workers.size() if flight.op == Average else values)
         return
 
     with flight.timed("encode"):
@@ -676,20 +744,28 @@ def sparse(flight: Flight) -> Route:
         message = one.encode_rows()
     flight.count(one, message.numel())
     gathered = yield flight.start("allgather", message, workers, last=True)
-    if flight.cancelled:
-        flight.undo()
-        return
-    one.require_untouched()
     with flight.timed("decode"):
         try:
             flags, parts = table.parts(gathered, counts)
-            if flags & wire.NONFINITE:
-                one.undo()
-                flight.stats.void_tensors += 1
+        except wire.PayloadError as error:
+            flight.undo()
+            raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+        flight.flagged = bool(flags & wire.NONFINITE)
+        flight.stats.void_tensors += flight.flagged
+    yield None
+    with flight.timed("decode"):
+        if flight.flagged:
+            one.undo()
+        try:
             one.decode_rows(parts, flags, flight.op == Average)
         except wire.PayloadError as error:
             flight.undo()
             raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+
+
+def _finite(vector: torch.Tensor) -> bool:
+    """Whether all of it is, in one pass and without a copy."""
+    return not vector.numel() or all(map(math.isfinite, torch.stack(torch.aminmax(vector)).tolist()))
 
 
 def _entries(cut: tuple[int, int]) -> int:

@@ -16,6 +16,7 @@ from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
+from hvd_quant.torch.amp import Guarded
 from hvd_quant.torch.averaging import average
 from hvd_quant.torch.exchanges import sparse_bytes
 from hvd_quant.torch.reducer import Reducer
@@ -42,8 +43,11 @@ def DistributedOptimizer(
 
     The signature and behaviour are those of ``horovod.torch.DistributedOptimizer``; the result is an instance of the
     optimizer's own class, and ``state_dict()`` keeps its layout. In addition it has ``compression_stats()``,
-    ``compression_state_dict()`` and ``load_compression_state_dict()``, ``average_parameters()`` for compressors with a merge, and
-    ``zero_grad`` takes ``set_to_none``.
+    ``compression_state_dict()`` and ``load_compression_state_dict()``, ``average_parameters()`` for compressors with a merge,
+    ``set_loss_scale()``, and ``zero_grad`` takes ``set_to_none``.
+
+    A step in which a value is not finite on some worker is void on all: with a compressor that keeps something between steps, that
+    is as before, and all gradients are NaN.
 
     Arguments:
         optimizer: any optimizer of ``torch.optim`` but LBFGS.
@@ -96,9 +100,11 @@ def DistributedOptimizer(
         sparse_as_dense, process_set)
     cls = type(wrapped)  # made by this very call
     cls.zero_grad = _zero_grad
+    cls._step_supports_amp_scaling = Guarded._step_supports_amp_scaling
     cls.compression_stats = lambda self, residual_norms=False: counted.stats.as_dict()
     stateless = Reducer([], selector("none"), Average, 1.0, process_set)
     cls.average_parameters = lambda self: None  # without a merge they don't differ
+    cls.set_loss_scale = lambda self, scale: stateless.set_loss_scale(scale)
     cls.compression_state_dict = lambda self: stateless.state_dict()
     cls.load_compression_state_dict = lambda self, state: stateless.load_state_dict(state)
     counted.stats.exchanges.update(dict.fromkeys(wrapped._parameter_names.values(), "dense"))
@@ -163,7 +169,7 @@ def _compressed(optimizer, named_parameters, select, backward_passes_per_step, o
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     # As Horovod does: a class that inherits from the optimizer's own, so that isinstance and state_dict() stay.
-    methods = {**vars(_Stock), **{k: v for k, v in vars(_Compressed).items() if not k.startswith("__")},
+    methods = {**vars(_Stock), **{k: v for k, v in {**vars(Guarded), **vars(_Compressed)}.items() if not k.startswith("__")},
                "__init__": _Compressed.__init__}
     cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     return cls(optimizer.param_groups, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor,
@@ -274,6 +280,21 @@ class _Compressed:
     def _average(self, parameters):
         sent = average(dict(parameters), self.process_set)
         self._reducer.stats.count(None, "dense", 0, sent, self.process_set.size())  # where gradients are dense, nothing is averaged
+
+    def set_loss_scale(self, scale):
+        """Say by what the loss is multiplied, before backward; :class:`hvd_quant.torch.GradScaler` does so by itself.
+
+        What is kept of gradients is multiplied by how much the scale has grown. Compressors are told nothing else of it: what
+        they are told in units of the gradient (``tau``, ``clip_norm``, ``weight_decay``) counts for the unscaled one.
+
+        Arguments:
+            scale: a number above 0, the same on all workers.
+
+        Raises:
+            ValueError: for what is no such number.
+            RuntimeError: while gradients of another scale are being exchanged.
+        """
+        self._reducer.set_loss_scale(scale)
 
     def _given(self, p):
         """Whether the last of a parameter's backward passes is done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, memory
+from hvd_quant.compressors.base import is_number
 from hvd_quant.exchange import buckets, cost, rows
 from hvd_quant.exchange.checkpoint import OWNER, check, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
@@ -23,6 +25,7 @@ from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
 from hvd_quant.registry import get_compressor
 from hvd_quant.torch import network
+from hvd_quant.torch.amp import running_scale
 from hvd_quant.torch.exchanges import Cargo, Flight, SparseCargo, Workers
 
 _log = logging.getLogger("hvd_quant")
@@ -120,6 +123,7 @@ class Reducer:
         self._plan: dict[Slot, Bucket] = {}
         self._planned_for: Any = None
         self._by_host: Workers | None = None
+        self.loss_scale: float | None = None  # until it is told
         self._amid = False  # a step: gradients have arrived that are not reduced yet
         self._grown = False  # the plan, by parameters that came since it was made
         if process_set.included():
@@ -155,6 +159,8 @@ class Reducer:
 
     def _at(self, name: str) -> tuple[Slot, Bucket]:
         self.plan()
+        if not self._amid:
+            self._follow_scaler()
         self._amid = True
         slot = self._slots[name]
         if not self._settled:
@@ -185,9 +191,9 @@ class Reducer:
                 self._start(bucket)
         flights = [flight for bucket in planned for flight in bucket.flights]
         self._forget()
-        self.complete(flights)
-        self._decide_together([one.slot for flight in flights if flight.kind not in ("dense", "sparse") for one in flight.cargo
-                               if one.compressor.across_tensors])
+        if self.complete(flights):
+            self._decide_together([one.slot for flight in flights if flight.kind not in ("dense", "sparse") for one in flight.cargo
+                                   if one.compressor.across_tensors])
         if flights and not self._settled:
             self._settle({one.info.name: one.grad for flight in flights for one in flight.cargo if not isinstance(one, SparseCargo)})
         if self._grown:
@@ -201,18 +207,36 @@ class Reducer:
             if stage is not None:  # a dense one has nothing to decide
                 stage.between_steps(ops, [(self._info(slot).part(*slot.piece), slot.worker_state) for slot in alike])
 
-    def complete(self, flights: list[Flight]) -> None:
-        """Finish flights in order. After an error, the others are waited for and taken back, so that none stays in flight and
-        no residual lacks what was not received; then the error is raised."""
+    def complete(self, flights: list[Flight]) -> bool:
+        """Finish flights in order, and tell whether they count.
+
+        Where something is kept between steps, gradients are written when everything is here. If a value was not finite
+        somewhere, the step is void on all workers: all state is as before it, and all gradients are NaN. After an error, the
+        others are waited for and taken back too, so that none stays in flight and no residual lacks what was not received;
+        then the error is raised.
+        """
+        together = any(one.slot.state for flight in flights for one in flight.cargo)
         failure: Exception | None = None
-        for flight in flights:
+
+        def go(on: Callable[..., None], flight: Flight, *arguments: Any) -> None:
+            nonlocal failure
             try:
                 flight.cancelled |= failure is not None
-                self._wait(flight)
+                on(flight, *arguments)
             except Exception as error:
                 failure = failure or error
+
+        for flight in flights:
+            go(self._wait, flight)
+            if not together:
+                go(Flight.land, flight, False)
+        void = together and failure is None and not all(flight.finite for flight in flights if not flight.cancelled)
+        if together:
+            for flight in flights:
+                go(Flight.land, flight, void)
         if failure is not None:
             raise failure
+        return not void
 
     def cancel(self) -> None:
         """Wait for what has been started, and leave gradients and state as if it had not been."""
@@ -233,7 +257,7 @@ class Reducer:
     def _wait(self, flight: Flight) -> None:
         pause = 5e-5
         try:
-            while not flight.done:
+            while not (flight.here or flight.done):
                 if flight.arrived():
                     flight.advance()
                 elif not self._progress(flight):
@@ -260,6 +284,7 @@ class Reducer:
     def start(self, name: str, grad: torch.Tensor) -> Flight:
         """Start reducing one gradient by itself, for Horovod's stock optimizer; :meth:`complete` finishes it."""
         self.plan()
+        self._follow_scaler()
         return next(self._launch({self._slots[name]: (grad, grad._version)}))
 
     def start_unless_dense(self, name: str, grad: torch.Tensor) -> Flight | None:
@@ -281,32 +306,34 @@ class Reducer:
             kind = self._kind(slot, info)
             travels = slot.travels.at(slot.step) or _NONE
             slot.step += 1
+            scale = self.loss_scale or 1.0
             if grad.is_sparse:
-                together["sparse", slot] = [self._sparse(slot, travels, info, grad, version, kind)]
+                together["sparse", travels, slot] = [self._sparse(slot, travels, scale, info, grad, version, kind)]
                 continue
-            cargo = Cargo(slot, travels, self._local(slot.compressor)[1], info, grad, version)
+            cargo = Cargo(slot, travels, self._local(slot.compressor)[1], scale, info, grad, version)
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
             else:  # MPI's counts limit what one collective moves
                 key = (kind, travels, grad.device, gathered[kind] // (exchange.MPI_COUNT_LIMIT // 2))
                 gathered[kind] += exchange.gathered_bytes(kind, travels.payload_bytes(info), info.world)
             together.setdefault(key, []).append(cargo)
-        for (kind, *_), cargo in together.items():
+        for (kind, travels, *_), cargo in together.items():
             name = f"hvd_quant.{kind}.{cargo[0].info.name}"
             costs = self.stats.buckets.setdefault(name, BucketCosts())
-            costs.exchange, costs.compressor = kind, cargo[0].compressor.spec if kind != "dense" else "none"
+            costs.exchange, costs.compressor = kind, travels.spec if kind != "dense" else "none"
             costs.tensors = [one.info.name for one in cargo]
             flight = Flight(name, kind, cargo, self._workers(cargo[0].compressor), self.op, self.predivide, self.stats)
             self._flying.append(flight)
             yield flight
 
-    def _sparse(self, slot: Slot, travels: Compressor, info: TensorInfo, grad: torch.Tensor, version: int, kind: str) -> SparseCargo:
+    def _sparse(self, slot: Slot, travels: Compressor, scale: float, info: TensorInfo, grad: torch.Tensor, version: int, kind: str
+                ) -> SparseCargo:
         if kind != "dense" and not rows.goes_by_row(travels, info):
             kind = "dense"
             if info.name not in self._warned:
                 self._warned.add(info.name)
                 warnings.warn(rows.uncompressed_warning(travels, info.name), stacklevel=2)
-        return SparseCargo(slot, travels if kind != "dense" else _NONE, 1, info, grad, version, kind)
+        return SparseCargo(slot, travels if kind != "dense" else _NONE, scale, info, grad, version, kind)
 
     def _workers(self, compressor: Compressor) -> Workers:
         if not compressor.hierarchical:
@@ -510,10 +537,38 @@ class Reducer:
         a, b = exchange.ranges(last - first, slot.compressor.range_multiple, info.world, slot.index)[info.rank]
         return first + a, first + b
 
+    def set_loss_scale(self, scale: float) -> None:
+        """Say by what the loss is multiplied from the next backward on. What is kept of gradients is multiplied along, and what
+        compressors are told in units of the gradient counts for the unscaled one.
+
+        Arguments:
+            scale: the same on all workers.
+
+        Raises:
+            ValueError: for what is no such number.
+            RuntimeError: amid a step whose gradients are of another scale.
+        """
+        if not (is_number(scale) and 0 < scale < math.inf):
+            raise ValueError(f"a loss scale of {scale!r} is not accepted; give a finite number above 0")
+        factor = scale / (self.loss_scale or 1.0)
+        if factor != 1 and self._amid:
+            raise RuntimeError(f"the loss scale can't become {scale:g} now, since gradients of a loss times {self.loss_scale or 1.0:g} "
+                               "are being exchanged: call set_loss_scale before backward, or after synchronize()")
+        if factor != 1:
+            for slot in self._slots.values():
+                for value in slot.state.values():
+                    value.mul_(factor)
+        self.loss_scale = scale
+
+    def _follow_scaler(self) -> None:
+        scale = running_scale()
+        if scale is not None:
+            self.set_loss_scale(scale)
+
     def state_dict(self) -> dict[str, Any]:
         """Residuals and step counts by parameter name, as what they travel, and whose they are."""
         self.plan()
-        state = saved(self._slots, torch.clone, **self._whose())
+        state = saved(self._slots, torch.clone, **self._whose()) | {"loss_scale": self.loss_scale or 1.0}
         for name, slot in self._slots.items():
             state["tensors"][name] |= {"travels": slot.travels.spec, "averaged": slot.averaged}
         return state
@@ -550,6 +605,9 @@ class Reducer:
             slot.resumed = get_compressor(kept["travels"]) if goes_on else None
             for key, value in slot.state.items():
                 value.copy_(values[key]) if key in values else value.zero_()
+        told, self.loss_scale = self.loss_scale, state.get("loss_scale", 1.0)
+        if told is not None:
+            self.set_loss_scale(told)
         self._planned_for = None
 
     def residual_norms(self) -> dict[str, float]:

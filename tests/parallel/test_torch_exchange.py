@@ -133,7 +133,7 @@ def test_sra_is_what_the_specification_says_and_loses_nothing(compressor, op):
 
 @every(COMPRESSED)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_nonfinite_value_in_one_range_makes_the_tensor_nan_and_the_step_void(compressor, bad):
+def test_a_nonfinite_value_in_one_range_makes_the_step_void(compressor, bad):
     parameters = weights()
     optimizer = optimizer_of(parameters, by("sra", compressor))
     step(optimizer, parameters, gradients(0))
@@ -142,10 +142,10 @@ def test_a_nonfinite_value_in_one_range_makes_the_tensor_nan_and_the_step_void(c
     if RANK == WORLD - 1:
         grads["large"][3] = bad
     reduced = step(optimizer, parameters, grads)
-    assert torch.isnan(reduced["large"]).all()
-    assert all(torch.isfinite(reduced[name]).all() for name in SHAPES if name != "large")
-    for key, value in optimizer.compression_state_dict()["tensors"]["large"]["state"].items():
-        torch.testing.assert_close(value, before["large"]["state"][key], atol=1e-6, rtol=0)
+    kept = any(slot["state"] for slot in before.values())
+    assert all(torch.isnan(reduced[name]).all() if kept or name == "large" else torch.isfinite(reduced[name]).all() for name in SHAPES)
+    for name, slot in optimizer.compression_state_dict()["tensors"].items():
+        torch.testing.assert_close(slot["state"], before[name]["state"], atol=1e-6, rtol=0)
     assert optimizer.compression_stats()["void_tensors"] == 1
 
 

@@ -68,26 +68,24 @@ def test_twenty_steps_are_the_formulas(compressor, op):
 
 @every(LINEAR)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_on_one_worker_makes_the_tensor_void_on_all(compressor, bad):
+def test_a_value_that_is_not_finite_on_one_worker_makes_the_step_void_on_all(compressor, bad):
     reducer, untouched = reducer_of(compressor), reducer_of(compressor)
     for step in range(2):
         exchange(reducer, step)
         exchange(untouched, step)
-    before = states(reducer)
 
     def spoil(name, grad):
         if name == "v" and RANK == WORLD - 1:
             grad[3, 3] = bad
 
     reduced = exchange(reducer, 2, spoil)
-    assert torch.isnan(reduced["v"]).all() and torch.isfinite(reduced["w"]).all()
-    after = states(reducer)
-    torch.testing.assert_close(after["v"], before["v"], atol=0, rtol=0)
+    # Where nothing is kept between steps, there is nothing to be taken back, and tensors are NaN that have such a value.
+    kept = any(states(untouched).values())
+    assert all(torch.isnan(grad).all() if kept or name == "v" else torch.isfinite(grad).all() for name, grad in reduced.items())
     assert reducer.stats.void_tensors == 1
-    expected = exchange(untouched, 2)
-    assert torch.equal(reduced["w"], expected["w"])
-    torch.testing.assert_close(after["w"], states(untouched)["w"], atol=0, rtol=0)
-    assert torch.isfinite(exchange(reducer, 3)["v"]).all()
+    torch.testing.assert_close(states(reducer), states(untouched), atol=0, rtol=0)
+    if kept:  # all is as if that step had not been
+        torch.testing.assert_close(exchange(reducer, 3), exchange(untouched, 3), atol=0, rtol=0)
 
 
 @every(LINEAR)
