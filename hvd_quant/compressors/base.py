@@ -125,8 +125,8 @@ class Compressor:
     """Whether the methods use nothing but the codes in ``ops``, so that TensorFlow can trace them into a graph. Others are
     called there on the host, with NumPy arrays. It is not inherited: a subclass may add array operations."""
 
-    sizes: ClassVar[tuple[str, ...]] = ("clip_norm", "weight_decay")
-    """The fields that grow with the gradient."""
+    follow_scale: ClassVar[tuple[str, ...]] = ("clip_norm", "weight_decay")
+    """The fields that are in units of the gradient, and so follow the scale of a loss."""
 
     exchange: str = "auto"
     only_if_faster: bool = False
@@ -432,8 +432,8 @@ class Compressor:
 
 @functools.lru_cache(maxsize=256)
 def _scaled(compressor: Compressor, factor: float) -> Compressor:
-    sizes = {field: getattr(compressor, field) * factor for field in compressor.sizes}
-    return dataclasses.replace(compressor, **sizes) if any(sizes.values()) else compressor
+    fields = {field: getattr(compressor, field) * factor for field in compressor.follow_scale}
+    return dataclasses.replace(compressor, **fields) if any(fields.values()) else compressor
 
 
 @functools.lru_cache(maxsize=256)

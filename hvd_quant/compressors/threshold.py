@@ -33,7 +33,7 @@ class Threshold(Compressor):
     name = "threshold"
     native = True
     sparse = True
-    sizes = (*Compressor.sizes, "tau")
+    follow_scale = (*Compressor.follow_scale, "tau")
     tau: float
     capacity: float = 1 / 32
 

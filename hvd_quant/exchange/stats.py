@@ -49,7 +49,7 @@ class Stats:
         dense_bytes: bytes this worker would have sent with a ring allreduce of fp32 gradients.
         wire_bytes: bytes it sent, headers included, and parameters that were averaged because of a merge.
         encode_seconds, wait_seconds, decode_seconds: host time spent encoding, waiting for collectives, decoding.
-        void_tensors: tensors that a non-finite value made NaN, once a step.
+        void_tensors: compressed tensors in which a value was not finite on some worker, once a step.
         exchanges: exchange -> names of the tensors that last travelled by it.
         buckets: by the name of their collectives, since buckets were made; after the first step they are made anew.
     """

@@ -122,16 +122,15 @@ class Distributed(Reducing):
             void.
         """
         def apply(grads: list[Gradient | None], variables: list[Any]) -> None:
-            # What is kept between steps must not depend on a scale that changes between them.
-            kept = [(residual, tf.identity(residual)) for residual in self._hvd_residuals()]
-            reduced = self._hvd_reduce(_each(ops.divide, grads, scaler.dynamic_scale), variables)
-            reduced = _each(ops.multiply, reduced, scaler.dynamic_scale)
+            # An exchange that isn't finite is void by itself; one that is may be beside gradients that aren't exchanged.
+            kept = [(variable, tf.identity(variable)) for variable in self._hvd_kept()] if self._hvd_local else []
+            reduced = self._hvd_reduce(grads, variables, scaler.dynamic_scale)
 
             def void() -> None:
                 scaler._stateful_handle_non_finite_grads()
                 self._iterations.assign_sub(self._hvd_passes() - 1)
-                for residual, before in kept:
-                    residual.assign(before)
+                for variable, before in kept:
+                    variable.assign(before)
 
             vars(self)["_hvd_reduced"] = True
             try:

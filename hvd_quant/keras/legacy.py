@@ -67,21 +67,7 @@ class Distributed(Reducing):
         if self._hvd_reduced or not grads_and_vars:
             return grads_and_vars
         grads, variables = zip(*grads_and_vars)
-        if not self._hvd_scaled():
-            return list(zip(self._hvd_reduce(grads, variables), variables))
-        if self._hvd_reducer is None:
-            self._hvd_build(variables)
-        kept = [(residual, tf.identity(residual)) for residual in self._hvd_residuals()]
-        reduced = self._hvd_reduce(grads, variables)
-
-        def void() -> None:
-            for residual, before in kept:
-                residual.assign(before)
-
-        # The scaler won't apply these: what they have taken out of the residuals would be lost.
-        finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in reduced if g is not None]
-        tf.cond(tf.reduce_all(finite), lambda: None, void)
-        return list(zip(reduced, variables))
+        return list(zip(self._hvd_reduce(grads, variables), variables))
 
     _aggregate_gradients = aggregate_gradients
 

@@ -55,9 +55,13 @@ class Reducing:
         before evaluation and checkpoints. All workers call this together; without steps in between, once is enough."""
         self._hvd_average()
 
-    def compression_stats(self) -> dict[str, Any]:
-        """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`."""
-        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats()
+    def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
+        """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`.
+
+        Arguments:
+            residual_norms: add the 2-norm of what is kept of each variable's gradients, which takes a pass over it.
+        """
+        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats(residual_norms)
 
     def compression_state_dict(self) -> dict[str, Any]:
         """This worker's compression state (residuals as NumPy arrays, step counts), for a checkpoint a worker.
@@ -90,8 +94,12 @@ class Reducing:
             process_set=settings.process_set, bucket_bytes=settings.bucket_bytes, synced=True)  # by a KerasState
         self._track_trackable(reducer.state, "compression", overwrite=True)
 
-    def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
-        """The reduced gradients; those of local variables scaled if that was asked for."""
+    def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:
+        """The reduced gradients; those of local variables divided by the number of workers if that was asked for.
+
+        Arguments:
+            scale: of the loss that they are of.
+        """
         settings, grads, variables = self._hvd_settings, list(grads), list(variables)
         if self._hvd_reducer is None:
             self._hvd_build(variables)
@@ -100,7 +108,7 @@ class Reducing:
             grads = [grad if i in shared else local_gradient(grad, settings.process_set)
                      for i, grad in enumerate(grads)]
         with tf.device(settings.device):
-            reduced = self._hvd_reducer.reduce([grads[i] for i in shared], [variables[i] for i in shared])
+            reduced = self._hvd_reducer.reduce([grads[i] for i in shared], [variables[i] for i in shared], scale)
         for i, grad in zip(shared, reduced):
             grads[i] = grad
         return grads
@@ -123,9 +131,9 @@ class Reducing:
             since = tf.stack([slot.step - slot.averaged for slot in members])
             tf.cond(tf.reduce_any(since >= (every if due else 1)), average_all, lambda: None)
 
-    def _hvd_residuals(self) -> list[tf.Variable]:
-        """The variables of the compression state but for the step counts."""
-        return [variable for slot in self._hvd_reducer.state.slots.values() for variable in slot.state.values()]
+    def _hvd_kept(self) -> list[tf.Variable]:
+        """The variables of the compression state that an exchange changes."""
+        return [variable for slot in self._hvd_reducer.state.slots.values() for variable in (*slot.state.values(), slot.step)]
 
 
 class Scaling:
@@ -145,9 +153,9 @@ class Scaling:
         """See :meth:`Reducing.average_parameters`."""
         self.inner_optimizer.average_parameters()
 
-    def compression_stats(self) -> dict[str, Any]:
+    def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """See :meth:`Reducing.compression_stats`."""
-        return self.inner_optimizer.compression_stats()
+        return self.inner_optimizer.compression_stats(residual_norms)
 
     def compression_state_dict(self) -> dict[str, Any]:
         """See :meth:`Reducing.compression_state_dict`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -50,6 +51,8 @@ class Cargo:
         info: what is known of the whole tensor at this step; its rank and world are those of ``Workers.across``.
         grad: the gradient.
         left: what :meth:`Slot.left_by` tells of the way that it takes in the end.
+        scale: of the loss that the gradient is of, or None; what is kept, and what compressors see, is in units of the gradient
+            of the unscaled loss.
         changes: of the state, beside what encoders do.
     """
 
@@ -57,11 +60,13 @@ class Cargo:
     info: TensorInfo
     grad: Gradient
     left: Mapping[str, tuple[int, float]]
+    scale: tf.Tensor | None = None
     changes: list[Change] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def flat(self) -> tf.Tensor:
-        return tf.reshape(tf.cast(self.grad, tf.float32), [-1])
+        flat = tf.reshape(tf.cast(self.grad, tf.float32), [-1])
+        return flat if self.scale is None else flat / self.scale
 
     @functools.cached_property
     def memory(self) -> memory.Memory:
@@ -95,6 +100,17 @@ class Cargo:
             self.changes.append(Change(variable, _after([vector], variable), before))
         return vector
 
+    def copied(self, vector: tf.Tensor) -> tf.Tensor:
+        """The vector, once state that only the code knows is copied."""
+        known = {*self.memory.shapes(self.info, "worker"), *self.memory.shapes(self.info, "owner")}
+        own = [value for key, value in self.slot.state.items() if key.removeprefix(OWNER) not in known]
+        self._own = [(variable, self.after_the_one_before(variable)) for variable in own]
+        return _after([before for _, before in self._own], vector) if own else vector
+
+    def put_back_if_void(self, done: tf.Tensor) -> None:
+        """Note what :meth:`copied` has copied, and what it is when the exchange is ``done``."""
+        self.changes += [Change(variable, _after([done], variable), before) for variable, before in self._own]
+
     def remember(self, mean: tf.Tensor, sent: tf.Tensor | None = None) -> tf.Tensor:
         """What memory makes of the mean of what all have sent; it notes what the state becomes.
 
@@ -125,8 +141,14 @@ class Cargo:
             self.changes.append(Change(residual, tf.zeros_like(kept), kept))
         return local_part(self.merge, self.flat, sent, kept, tf.cast(factor, tf.float32))
 
-    def land(self, flat: tf.Tensor) -> tf.Tensor:
-        """A flat vector in the gradient's shape and type."""
+    def land(self, flat: tf.Tensor, scaled: bool = False) -> tf.Tensor:
+        """A flat vector in the gradient's shape, type and scale.
+
+        Arguments:
+            scaled: whether it has that scale already.
+        """
+        if self.scale is not None and not scaled:
+            flat *= tf.cast(self.scale, flat.dtype)
         return tf.cast(tf.reshape(flat, self.info.shape), self.grad.dtype)
 
     def after_the_one_before(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -139,6 +161,37 @@ class Landed(NamedTuple):
 
     gradients: list[Gradient]
     costs: tf.Tensor
+
+
+Route = Generator[Callable[[], tf.Tensor], tf.Tensor | None, Landed]
+"""An exchange that stops when everything has arrived. It yields a function that makes a scalar of the graph: whether a value was
+not finite, the same on all workers. It goes on when it is sent whether the step is void, or None where nothing is kept."""
+
+
+def not_finite(tensors: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Whether there is such a value in any of them."""
+    return ~tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]))
+
+
+def unless(void: tf.Tensor | None, gradients: list[Gradient]) -> list[Gradient]:
+    """The gradients, or NaN throughout in a void step, so that nobody takes for reduced what is still kept."""
+    if void is None:
+        return gradients
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    # A list of one would come back as a tensor.
+    values = tf.nest.flatten(tf.cond(void, lambda: [tf.fill(tf.shape(g), tf.constant(float("nan"), g.dtype)) for g in values],
+                                     lambda: [tf.identity(g) for g in values]))
+    return [tf.IndexedSlices(value, gradient.indices, gradient.dense_shape) if isinstance(gradient, tf.IndexedSlices) else value
+            for gradient, value in zip(gradients, values)]
+
+
+def end(route: Generator[Any, tf.Tensor | None, Any], void: tf.Tensor | None) -> Any:
+    """What a route returns when it is told whether the step is void."""
+    try:
+        route.send(void)
+    except StopIteration as stopped:
+        return stopped.value
+    raise RuntimeError("an exchange stops once")
 
 
 class Clock:
@@ -181,10 +234,11 @@ class Flight:
     predivide: float
     style: Any = None
 
-    def dense(self) -> Landed:
+    def dense(self) -> Route:
         """Horovod's allreduce of the gradients as they are, or as a class in Horovod's style makes them; of small ones, of one
         vector that holds them all."""
-        given = [one.vector(dense=True) if one.memory.active or one.left else one.grad for one in self.cargo]
+        unscaled = [one.memory.active or bool(one.left) for one in self.cargo]
+        given = [one.vector(dense=True) if flat else one.grad for one, flat in zip(self.cargo, unscaled)]
         # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
         wide = [tf.cast(grad, tf.float32) if grad.dtype.size == 2 else grad for grad in given]
         wide = [one.after_the_one_before(tensor) for one, tensor in zip(self.cargo, wide)]
@@ -209,14 +263,15 @@ class Flight:
                 for i, part in zip(places, tf.split(parts, [self.cargo[i].info.numel for i in places])):
                     results[i] = part
         clock.lap("wait", list(results.values()))
-        landed = self._land_uncompressed([results[i] for i in range(len(wide))])
+        void = yield lambda: not_finite(results.values())
+        landed = self._land_uncompressed([results[i] for i in range(len(wide))], void, [not flat for flat in unscaled])
         return self._landed("dense", landed, clock, sum(nbytes))
 
     def _dense_together(self, i: int, dtype: tf.DType) -> Any:
         alone = self.style is not None or self.op not in (Average, Sum) or self.cargo[i].info.numel >= _SHARED
         return i if alone else dtype.name
 
-    def allreduce(self) -> Landed:
+    def allreduce(self) -> Route:
         """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector."""
         flats = [one.after_the_one_before(one.vector(dense=True) if self.compressor.memory == "none" else one.flat)
                  for one in self.cargo]
@@ -237,35 +292,44 @@ class Flight:
             clock.lap("wait", [total])
             parts = tf.split(total, [part.shape.num_elements() for part in sent]) if len(sent) > 1 else [total]
             totals = [tf.reshape(part, like.shape) for part, like in zip(parts, sent)]
-        means, count = zip(*map(conclude, codes, totals))
+        void = yield lambda: not_finite(totals)
+
+        def concluded() -> tuple[list[tf.Tensor], list[Any]]:
+            means, count = zip(*map(conclude, codes, totals))
+            return list(means), [tf.cast(counts, tf.float64) for counts in count]
+
+        def left_alone() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            return ([tf.fill(tf.shape(flat), float("nan")) for flat in flats],
+                    [tf.cast(~not_finite([total]), tf.float64) for total in totals])
+
+        means, count = concluded() if void is None else tf.cond(void, left_alone, concluded)
         factor = 1 if self.op == Average else infos[0].world
         totals = [_times(mean, factor) for mean in means]
         for i, (one, e) in enumerate(zip(self.cargo, before)):
             if e is not None:
                 totals[i] += one.local_part([means[i]], None, factor, e)
-        void = sum(1.0 - tf.cast(counts, tf.float64) for counts in count)
-        return self._landed("allreduce", self._land_uncompressed(totals), clock, bytes_sent, void)
+        landed = self._land_uncompressed(totals, void, [False] * len(totals))
+        return self._landed("allreduce", landed, clock, bytes_sent, sum(1.0 - counts for counts in count))
 
-    def _land_uncompressed(self, totals: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients, of what was reduced. A step with a value that is not finite leaves no trace in the state."""
-        world, voids = tf.cast(self._among_all(self.cargo[0].info).world, tf.float32), []
+    def _land_uncompressed(self, totals: list[tf.Tensor], void: tf.Tensor | None, scaled: list[bool]) -> list[tf.Tensor]:
+        """The gradients, of what was reduced."""
+        world = tf.cast(self._among_all(self.cargo[0].info).world, tf.float32)
         for i, one in enumerate(self.cargo):
             if one.memory.active:
                 mean = totals[i] if self.op == Average else totals[i] / world
                 mean = one.remember(mean)
                 totals[i] = mean if self.op == Average else mean * world
-            voids.append(~tf.reduce_all(tf.math.is_finite(totals[i])) if one.changes else None)
-        return self._land(totals, voids)
+        return self._land(totals, void, scaled)
 
-    def allgather(self) -> Landed:
+    def allgather(self) -> Route:
         """Every worker gets every payload and adds them up in rank order, so that all have the same bits."""
         return self._compressed("allgather")
 
-    def sra(self) -> Landed:
+    def sra(self) -> Route:
         """Each worker adds up the payloads of the ranges that it owns and encodes their means for all."""
         return self._compressed("sra")
 
-    def _compressed(self, kind: str) -> Landed:
+    def _compressed(self, kind: str) -> Route:
         """Payloads, to all workers ("allgather"), or to the owners of ranges that reduce them and send on ("sra").
 
         1. With hierarchical exchange, the workers of a host average their gradients; each goes on with its range of them.
@@ -274,8 +338,8 @@ class Flight:
         3. "sra": each owner gets the payloads of its range from all, adds them up in the order of ranks, divides, and encodes
            the mean, with what it had kept.
         4. All get all payloads. With hierarchical exchange, they are handed on within the host.
-        5. With a value that is not finite, a worker that failed, or a damaged payload, a tensor's step is void: nothing was
-           received, so nothing may leave the residuals, and what was encoded is taken back.
+        5. With a value that is not finite, a worker that failed, or a damaged payload, in whatever tensor, the step is void where
+           something is kept: nothing was received, so nothing may leave the residuals, and what was encoded is taken back.
         6. Everyone decodes the same bytes in the same order, owners too, so that all have the same bits; memories and merges go on
            from there.
         """
@@ -284,7 +348,7 @@ class Flight:
         rank, world = cargo[0].info.rank, cargo[0].info.world
         place, places = workers.local
         clock = Clock(one.flat for one in cargo)
-        flats = [one.vector() for one in cargo]
+        flats = [one.copied(one.vector()) for one in cargo]
         if workers.host is not None:
             flats = self._averaged_inside_host(flats)
             clock.lap("wait", flats)
@@ -341,8 +405,10 @@ class Flight:
         # Of several tensors with errors the first tells, on all workers.
         wrong = flags >= wire.FAILED
         teller = tf.where(tf.reduce_any(wrong), tf.argmax(wrong, output_type=tf.int32), -1)
+        void = yield lambda: tf.reduce_any(flags > 0)
+        voids = flags if void is None else tf.where(void, tf.maximum(flags, wire.NONFINITE), flags)
         totals = []
-        for of_one, own, one, flat, cut, encodes in zip(payloads, tf.unstack(flags), cargo, flats, cuts, encoded):
+        for of_one, own, one, flat, cut, encodes in zip(payloads, tf.unstack(voids), cargo, flats, cuts, encoded):
             undone = [done for done in (code.undo(what, own) for what in encodes if what.state) if done is not None]
             as_mean = scatter or one.memory.active or self.op == Average
             with tf.control_dependencies(undone):
@@ -354,8 +420,9 @@ class Flight:
                 total = _times(total, places * world if as_mean else places)
             if one.merge != "none":
                 total += one.local_part([encodes[0].payload, *undone], sent, 1 if self.op == Average else world)
+            one.put_back_if_void(total)
             totals.append(total)
-        landed = self._land(totals, tf.unstack(flags > 0))
+        landed = self._land(totals, void)
         return self._landed(kind, landed, clock, bytes_sent, tf.math.count_nonzero(flags))
 
     def _sent_by_this_worker(self, code: Traced | Hosted, one: Cargo, encoded: Encoded) -> tf.Tensor:
@@ -365,19 +432,16 @@ class Flight:
         silent = ops.Payloads(encoded.payload, len(sizes), one.info.name, table, teller=1)  # of no column here
         return code.decode(silent, one.info, encoded.cuts, mean=False)
 
-    def _land(self, totals: list[tf.Tensor], voids: list[tf.Tensor | None]) -> list[tf.Tensor]:
-        """The gradients, once the state is what follows from those exchanges that are not void."""
-        changes = [(change, void) for one, void in zip(self.cargo, voids) for change in one.changes]
+    def _land(self, totals: list[tf.Tensor], void: tf.Tensor | None, scaled: Iterable[bool] = ()) -> list[tf.Tensor]:
+        """The gradients, once the state is what follows from the exchange, or what it was before a void one."""
+        changes = [change for one in self.cargo for change in one.changes]
         if changes:
-            def unless_void() -> list[tf.Tensor]:
-                return [tf.where(void, change.before, change.after) for change, void in changes]
-
             with tf.control_dependencies(totals):
-                values = tf.cond(tf.reduce_any(tf.stack([void for _, void in changes])), unless_void,
-                                 lambda: [change.after for change, _ in changes])
-            kept = [change.variable.assign(value) for (change, _), value in zip(changes, tf.nest.flatten(values))]
+                values = tf.cond(void, lambda: [change.before for change in changes], lambda: [change.after for change in changes])
+            kept = [change.variable.assign(value) for change, value in zip(changes, tf.nest.flatten(values))]
             totals = [_after(kept, total) for total in totals]
-        return [one.land(total) for one, total in zip(self.cargo, totals)]
+        landed = [one.land(total, as_it_is) for one, total, as_it_is in itertools.zip_longest(self.cargo, totals, scaled)]
+        return unless(void, landed)
 
     def _averaged_inside_host(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         vector = _guarded(_after(self._steps(), _joined(flats)))
@@ -400,7 +464,7 @@ class Flight:
             return info
         return dataclasses.replace(info, rank=self.workers.all.rank(), world=self.workers.all.size())
 
-    def rows(self, exchange: str) -> Landed:
+    def rows(self, exchange: str) -> Route:
         """A sparse gradient: the rows that each worker touches, merged and compressed, to all workers; or, where all of them
         together are more than a dense one, that.
 
@@ -411,49 +475,79 @@ class Flight:
         info, world = self._among_all(one.info), tf.cast(self._among_all(one.info).world, tf.float64)
         table = Table(self.compressor, info, info.shape[0])
         code, merged = Rows(table), Merged(one.grad, table)
+        if one.scale is not None:
+            merged.values /= one.scale
         counted = _guarded(one.after_the_one_before(merged.counted)[None])
         clock = Clock([counted])
         told = _gathered(counted, f"{self.label}_counts", self.workers.all)
         clock.lap("wait", [told])
-        before = {"wire_bytes": sent_bytes("sparse", 8.0, world), "wait_seconds": clock.seconds["wait"]}
+        more = {"wire_bytes": sent_bytes("sparse", 8.0, world), "wait_seconds": clock.seconds["wait"]}
+        kept, residual = list(one.slot.state.values()), one.slot.state.get("residual")
 
-        def as_rows() -> Landed:
-            clock, residual, kept = Clock([told]), one.slot.state.get("residual"), None
+        def as_rows() -> tuple[Landed, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            clock, places, before = Clock([told]), merged.entries(table), None
             if residual is not None:
-                places = merged.entries(table)
                 with tf.control_dependencies([told]):
-                    kept = residual.sparse_read(places)
-            message, keeps = code.encode(merged, kept)
+                    before = residual.sparse_read(places)
+            message, keeps = code.encode(merged, before)
             message = _guarded(message)
             clock.lap("encode", [message])
             gathered = _gathered(message, f"{self.label}_rows", self.workers.all)
             clock.lap("wait", [gathered])
-            rows, values, void = code.decode(gathered, told, self.op == Average)
+            rows, values, flagged = code.decode(gathered, told, self.op == Average)
             if residual is not None:
                 with tf.control_dependencies([values]):
-                    stored = residual.scatter_nd_update(places[:, None], tf.where(void, kept, keeps))
+                    stored = residual.scatter_nd_update(places[:, None], tf.where(flagged, before, keeps))
                 values = _after([stored], values)
-            landed = self._landed("sparse", [values], clock, _bytes_of(message), void)
-            return Landed([self._slices(rows, landed.gradients[0])], landed.costs)
+            landed = self._landed("sparse", [values], clock, _bytes_of(message), flagged)
+            return (Landed([self._slices(rows, landed.gradients[0])], landed.costs), flagged, places,
+                    [before if variable is residual else tf.zeros(0) for variable in kept])
 
-        def as_dense() -> Landed:
-            flat = tf.scatter_nd(merged.rows[:, None], merged.values, [table.count, table.width])
-            cargo = dataclasses.replace(one, grad=tf.cast(tf.reshape(flat, info.shape), one.grad.dtype), changes=[])
-            landed = getattr(dataclasses.replace(self, cargo=[cargo]), exchange)()
+        def as_dense() -> tuple[Landed, tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            """In a branch, which can't stop amid it: what is kept is copied before."""
+            before = [tf.reshape(variable, [-1]) for variable in kept]
+            flat = _after(before, tf.scatter_nd(merged.rows[:, None], merged.values, [table.count, table.width]))
+            cargo = dataclasses.replace(one, grad=tf.reshape(flat, info.shape), scale=None, changes=[])
+            route = getattr(dataclasses.replace(self, cargo=[cargo]), exchange)()
+            ask = next(route)
+            flagged = ask() if kept else None
+            landed = end(route, flagged)
             dense = tf.reshape(landed.gradients[0], [table.count, table.width])
             rows = tf.where(tf.reduce_any(dense != 0, 1))[:, 0]
-            return Landed([self._slices(rows, tf.gather(dense, rows))], landed.costs)
+            return (Landed([self._slices(rows, tf.gather(dense, rows))], landed.costs),
+                    tf.constant(False) if flagged is None else flagged, tf.zeros(0, tf.int64), before)
 
-        landed = tf.cond(code.is_smaller_dense(told, exchange, self.compressor), as_dense, as_rows)
-        return landed._replace(costs=landed.costs + tf.stack([tf.cast(before.get(what, 0), tf.float64) for what in COSTS]))
+        smaller = code.is_smaller_dense(told, exchange, self.compressor)
+        landed, flagged, places, before = tf.cond(smaller, as_dense, as_rows)
+        landed = landed._replace(costs=landed.costs + tf.stack([tf.cast(more.get(what, 0), tf.float64) for what in COSTS]))
+        void = yield lambda: flagged
+        if void is None:
+            return landed
+
+        def put_back() -> tf.Tensor:
+            def whole() -> tf.Tensor:
+                return _after([variable.assign(tf.reshape(value, variable.shape)) for variable, value in zip(kept, before)], True)
+
+            def of_rows() -> tf.Tensor:
+                values = [value for variable, value in zip(kept, before) if variable is residual]
+                return _after([residual.scatter_nd_update(places[:, None], value) for value in values], True)
+
+            return tf.cond(smaller, whole, of_rows)
+
+        with tf.control_dependencies([landed.costs]):  # which are known in the end
+            done = tf.cond(void, put_back, lambda: tf.constant(False))
+        with tf.control_dependencies([done]):
+            return landed._replace(gradients=unless(void, landed.gradients))
 
     def _slices(self, rows: tf.Tensor, values: tf.Tensor) -> tf.IndexedSlices:
         """Rows as a gradient of the kind that was given."""
         (one,) = self.cargo
+        if one.scale is not None:
+            values *= one.scale
         values = tf.cast(tf.reshape(values, [-1, *one.info.shape[1:]]), one.grad.dtype)
         return tf.IndexedSlices(values, tf.cast(rows, one.grad.indices.dtype), one.grad.dense_shape)
 
-    def sparse(self) -> Landed:
+    def sparse(self) -> Route:
         """A sparse gradient, uncompressed: an allgather of its indices and one of its values."""
         (one,) = self.cargo
         grad, info = one.grad, one.info
@@ -465,10 +559,11 @@ class Flight:
             values = _gathered(values, f"{self.label}_values", self.workers.all)
         indices = _gathered(indices, f"{self.label}_indices", self.workers.all)
         clock.lap("wait", [values, indices])
+        void = yield lambda: not_finite([values])
         if self.op == Average:
             values = values / tf.cast(self._among_all(info).world, values.dtype)
         landed = self._landed("sparse", [values], clock, bytes_sent)
-        return Landed([tf.IndexedSlices(landed.gradients[0], indices, grad.dense_shape)], landed.costs)
+        return Landed(unless(void, [tf.IndexedSlices(landed.gradients[0], indices, grad.dense_shape)]), landed.costs)
 
     def _landed(self, kind: str, gradients: list[tf.Tensor], clock: Clock, nbytes: Any, void: Any = 0) -> Landed:
         clock.lap("decode", gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +19,7 @@ from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes, rows
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.codes import Hosted, Traced
-from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, by, label_of
+from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, by, end, label_of, unless
 from hvd_quant.tensorflow.state import COSTS, Slot, State, Way, untracked
 
 _NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
@@ -67,9 +67,9 @@ class Reducer(tf.Module):
         # In a function, since models that are saved would take a tf.function that they find along.
         untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """See :meth:`State.stats`."""
-        return self.state.stats()
+        return self.state.stats(residual_norms)
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`State.state_dict`."""
@@ -80,12 +80,16 @@ class Reducer(tf.Module):
         self.state.load_state_dict(state)
 
     @tf.autograph.experimental.do_not_convert
-    def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
+    def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:
         """The reduced gradients, eagerly or in the graph that is being traced; None stays None.
+
+        A step in which a value is not finite on some worker is void on all, where something is kept between steps: that is as
+        before, and all gradients are NaN.
 
         Arguments:
             grads: of real floating point, each of its variable's shape; ``tf.IndexedSlices`` too.
             variables: whose they are.
+            scale: of the loss that they are of, as are those that are returned; what is kept doesn't depend on it.
 
         Raises:
             ValueError: for a variable without state here, and where XLA would compile the collectives.
@@ -107,26 +111,47 @@ class Reducer(tf.Module):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
                              "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
         exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
+        scale = None if scale is None else tf.cast(scale, tf.float32)
         # A graph takes one stage for all that travel together, so variables that were unfrozen late travel apart.
         begun = [self.state.by_place[place].begun for place in given]
         alike = tuple(map(begun.index, begun))
-        reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given), alike)))
+        reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given), alike, scale)))
         return [None if grad is None else reduced.get(self.state.place(v), grad) for grad, v in zip(grads, variables)]
 
-    def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...], alike: tuple[int, ...]) -> list[Gradient]:
-        given = dict(zip(places, grads))
+    def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...], alike: tuple[int, ...], scale: tf.Tensor | None = None
+                      ) -> list[Gradient]:
         for place, number in zip(places, alike):
             untracked(self.state.by_place[place], in_step=number)
-        reduced: dict[int, Gradient] = {}
-        for bucket in self._buckets(given):
-            reduced.update(zip(bucket, self._travel(bucket, [given[place] for place in bucket])))
-        grads = [reduced[place] for place in places]
-        decided = self._decided({self.state.by_place[place]: grad for place, grad in reduced.items()})
-        with tf.control_dependencies(decided):
-            return tf.nest.map_structure(tf.identity, grads, expand_composites=True) if decided else grads
+        given = {self.state.by_place[place]: grad for place, grad in zip(places, grads)}
+        buckets = [[self.state.by_place[place] for place in bucket] for bucket in self._buckets(dict(zip(places, grads)))]
+        for bucket in buckets:
+            self._decide(bucket, given)
+        exchange = functools.partial(self._exchange_buckets, buckets, given, scale)
+        ways = {slot: self._way(slot)[0] for slot in given}
+        staged = [slot.step >= ways[slot][-1].first for slot in given if len(ways[slot]) > 1]
+        if not staged or network.ELASTIC:
+            return exchange(last=False)
+        # Once all are at the last stage, exchanges are in no branches of their own any more, and nothing has to be copied.
+        return tf.cond(tf.reduce_all(tf.stack(staged)), lambda: exchange(last=True), lambda: exchange(last=False))
 
-    def _decided(self, reduced: dict[Slot, Gradient]) -> list[Any]:
-        """What the next step's compressors decide for several tensors together, once these are reduced."""
+    def _exchange_buckets(self, buckets: list[list[Slot]], given: dict[Slot, Gradient], scale: tf.Tensor | None, last: bool
+                          ) -> list[Gradient]:
+        """The reduced gradients, in the order of ``given``.
+
+        Arguments:
+            last: whether all travel as they do after the last stage of their compressors.
+        """
+        reduced, void = _finished([route for bucket in buckets for route in self._routes(bucket, given, scale, last)])
+        grads = [reduced[slot] for slot in given]
+        if void is None or not any(slot.travels.across_tensors for slot in reduced):
+            return grads
+        with tf.control_dependencies([grad for grad in grads if not isinstance(grad, tf.IndexedSlices)]):
+            decided = tf.cond(void, lambda: tf.constant(False), lambda: self._decided(reduced))
+        with tf.control_dependencies([decided]):
+            return tf.nest.map_structure(tf.identity, grads, expand_composites=True)
+
+    def _decided(self, reduced: dict[Slot, Gradient]) -> tf.Tensor:
+        """What the next step's compressors decide for several tensors together, once these are reduced, and then True."""
         slots = [slot for slot in reduced if slot.travels.across_tensors and slot.worker_state and not slot.sparse]
         decided = []
         for (compressor, _), alike in by(slots, lambda slot: (slot.compressor, slot.in_step)).items():
@@ -135,7 +160,8 @@ class Reducer(tf.Module):
                 told = [(slot.info.part(*slot.pieces[slot.workers.local[0]]).at(**at), slot.worker_state) for slot in alike]
                 firsts, stages = zip(*compressor.stages())
                 decided.append(_at_stage(at["step"], firsts, [functools.partial(_between_steps, stage, told) for stage in stages]))
-        return decided
+        with tf.control_dependencies(decided):
+            return tf.constant(True)
 
     def _buckets(self, given: dict[int, Gradient]) -> list[list[int]]:
         """Which gradients travel together, by their places; those that are expected to be complete first come first."""
@@ -151,22 +177,22 @@ class Reducer(tf.Module):
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
         """One gradient's exchange in the graph that is being made, by itself."""
-        return self._travel([self.state.by_place.index(slot)], [grad])[0]
+        self._decide([slot], {slot: grad})
+        return _finished(self._routes([slot], {slot: grad}, None, last=False))[0][slot]
 
-    def _travel(self, places: list[int], grads: list[Gradient]) -> list[Gradient]:
-        """The exchange of a bucket: gradients with the same compressor and exchange travel together."""
-        slots = [self.state.by_place[place] for place in places]
-        given = dict(zip(slots, grads))
+    def _decide(self, slots: list[Slot], given: dict[Slot, Gradient]) -> None:
+        """Decide how those of a bucket travel."""
         for slot in slots:
             untracked(slot, sparse=isinstance(given[slot], tf.IndexedSlices))
         if self._op in (Average, Sum):
             for group in by(slots, lambda slot: slot.compressor).values():
                 self.state.decide(group)
-        reduced: dict[Slot, Gradient] = {}
-        for (ways, _, _), together in by(slots, self._way).items():
-            for members in self._parted(ways, together):
-                reduced.update(zip(members, self._exchange(ways, members, [given[slot] for slot in members])))
-        return [reduced[slot] for slot in slots]
+
+    def _routes(self, slots: list[Slot], given: dict[Slot, Gradient], scale: tf.Tensor | None, last: bool
+                ) -> list[tuple[list[Slot], Step]]:
+        """The exchanges of a bucket: gradients with the same compressor and exchange travel together."""
+        return [(members, self._exchange(ways[-1:] if last else ways, members, [given[slot] for slot in members], scale))
+                for (ways, _, _), together in by(slots, self._way).items() for members in self._parted(ways, together)]
 
     def _way(self, slot: Slot) -> tuple[tuple[Way, ...], Any, Any]:
         """How it travels, and what else those have in common that travel with it."""
@@ -187,7 +213,7 @@ class Reducer(tf.Module):
                            for way in gathered) for slot in slots}
         return buckets.fill(sizes, MPI_COUNT_LIMIT - 1)
 
-    def _exchange(self, ways: tuple[Way, ...], slots: list[Slot], grads: list[Gradient]) -> list[Gradient]:
+    def _exchange(self, ways: tuple[Way, ...], slots: list[Slot], grads: list[Gradient], scale: tf.Tensor | None) -> Step:
         """The exchange of gradients that travel together, chosen now or, for stages and elastic jobs, when it runs.
 
         The exchanges of a slot follow each other, whatever graphs they are in, since each begins with reading its step and ends
@@ -202,34 +228,67 @@ class Reducer(tf.Module):
             self._require_sums(slots[0])
         style = self.state.horovod_style or (slots[0].compressor if self._op == Adasum else None)
 
-        def go(way: Way) -> Landed:
-            cargo = [Cargo(slot, info, grad, slot.left_by(ways[-1])) for slot, info, grad in zip(slots, infos, grads)]
+        def go(way: Way) -> Route:
+            cargo = [Cargo(slot, info, grad, slot.left_by(ways[-1]), scale) for slot, info, grad in zip(slots, infos, grads)]
             flight = Flight(label, way.compressor, cargo, workers, self._op, self._predivide, style)
             return self._by_row(flight, way.kind) if slots[0].sparse else getattr(flight, way.kind)()
 
-        def exchanged() -> Landed:
-            least = tf.reduce_min(tf.stack([info.step for info in infos]))
-            return _at_stage(least, [way.first for way in ways], [functools.partial(go, way) for way in ways])
-
-        if network.ELASTIC:
-            stay = Landed(grads, tf.zeros(len(COSTS), tf.float64))
-            momentum = any(slot.compressor.momentum for slot in slots)
-            alone = functools.partial(go, Way(0, "dense", None)) if momentum else lambda: stay
-            included = mpi_ops.process_set_included_op(self._process_set.process_set_id)
-            reduced, costs = tf.cond(included == 1, lambda: tf.cond(infos[0].world > 1, exchanged, alone), lambda: stay)
+        if len(ways) == 1 and not network.ELASTIC:
+            route = go(ways[0])
+            void = yield next(route)
+            landed = end(route, void)
         else:
-            reduced, costs = exchanged()
-        added = self.state.account(slots, label).costs.assign_add(costs)
-        return [self._counted(slot, grad, [added] if i == 0 else []) for i, (slot, grad) in enumerate(zip(slots, reduced))]
+            landed, void = yield from self._chosen_when_it_runs(ways, slots, grads, infos, go)
+        added = self.state.account(slots, label).costs.assign_add(landed.costs)
+        return [self._counted(slot, grad, void, [added] if i == 0 else [])
+                for i, (slot, grad) in enumerate(zip(slots, landed.gradients))]
 
-    def _counted(self, slot: Slot, grad: Gradient, also: list[Any]) -> Gradient:
-        """The reduced gradient, once its exchange is counted."""
+    def _chosen_when_it_runs(self, ways: tuple[Way, ...], slots: list[Slot], grads: list[Gradient], infos: list[Any],
+                             go: Callable[[Way], Route]) -> Generator[Callable[[], tf.Tensor], tf.Tensor | None, Any]:
+        """An exchange in a branch, which can't stop amid it: what is kept is copied before, and put back if the step is void."""
+        before = [(variable, tf.identity(variable)) for slot in slots for variable in slot.state.values()]
+
+        def alone(way: Way) -> tuple[Landed, tf.Tensor]:
+            """The exchange, and whether a value was not finite: then it is void by itself."""
+            route = go(way)
+            ask = next(route)
+            flagged = ask() if before else None
+            return end(route, flagged), tf.constant(False) if flagged is None else flagged
+
+        def exchanged() -> tuple[Landed, tf.Tensor]:
+            least = tf.reduce_min(tf.stack([info.step for info in infos]))
+            return _at_stage(least, [way.first for way in ways], [functools.partial(alone, way) for way in ways])
+
+        with tf.control_dependencies([value for _, value in before]):
+            if network.ELASTIC:
+                stay = Landed(grads, tf.zeros(len(COSTS), tf.float64)), tf.constant(False)
+                momentum = any(slot.compressor.momentum for slot in slots)
+                by_itself = functools.partial(alone, Way(0, "dense", None)) if momentum else lambda: stay
+                included = mpi_ops.process_set_included_op(self._process_set.process_set_id)
+                landed, flagged = tf.cond(included == 1, lambda: tf.cond(infos[0].world > 1, exchanged, by_itself), lambda: stay)
+            else:
+                landed, flagged = exchanged()
+        void = yield lambda: flagged
+        if void is None:
+            return landed, void
+
+        def put_back() -> tf.Tensor:
+            with tf.control_dependencies([variable.assign(value) for variable, value in before]):
+                return tf.constant(True)
+
+        with tf.control_dependencies([landed.costs]):  # which are known in the end
+            done = tf.cond(void, put_back, lambda: tf.constant(False))
+        with tf.control_dependencies([done]):
+            return Landed(unless(void, landed.gradients), landed.costs), void
+
+    def _counted(self, slot: Slot, grad: Gradient, void: tf.Tensor | None, also: list[Any]) -> Gradient:
+        """The reduced gradient, once its exchange is counted, unless it is void."""
         with tf.control_dependencies([grad.values if isinstance(grad, tf.IndexedSlices) else grad]):
-            counted = slot.step.assign_add(1)
+            counted = slot.step.assign_add(1 if void is None else tf.cast(~void, tf.int64))
         with tf.control_dependencies([counted, *also]):
             return tf.nest.map_structure(tf.identity, grad, expand_composites=True)
 
-    def _by_row(self, flight: Flight, kind: str) -> Landed:
+    def _by_row(self, flight: Flight, kind: str) -> Route:
         """The exchange of a sparse gradient, compressed where that can be done."""
         slot = flight.cargo[0].slot
         if kind == "dense":
@@ -259,6 +318,18 @@ def _between_steps(stage: Compressor | None, told: list[Any]) -> tf.Tensor:
     done = None if stage is None else (Traced if stage.native else Hosted)(stage).between_steps(told)
     with tf.control_dependencies([] if done is None else [done]):
         return tf.constant(True)
+
+
+Step = Generator[Callable[[], tf.Tensor], tf.Tensor | None, list[Gradient]]
+"""An exchange as :data:`Route`, in whichever way, of which the gradients come back."""
+
+
+def _finished(routes: list[tuple[list[Slot], Step]]) -> tuple[dict[Slot, Gradient], tf.Tensor | None]:
+    """The reduced gradients of exchanges that are void together, and whether they are; None where nothing is kept."""
+    asks = [next(route) for _, route in routes]
+    kept = any(slot.state for slots, _ in routes for slot in slots)
+    void = tf.reduce_any(tf.stack([ask() for ask in asks])) if kept else None
+    return {slot: grad for slots, route in routes for slot, grad in zip(slots, end(route, void))}, void
 
 
 def local_gradient(grad: Gradient | None, process_set: ProcessSet) -> Gradient | None:

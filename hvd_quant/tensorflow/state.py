@@ -276,9 +276,13 @@ class State(tf.Module):
         world = mpi_ops.size_op(self.process_set.process_set_id) if network.ELASTIC else self.process_set.size()
         self.averaging_bytes.assign_add(exchange.sent_bytes("dense", sum(sizes), tf.cast(world, tf.float64)))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """What the exchanges cost so far on this worker; see :class:`hvd_quant.exchange.stats.Stats`. Seconds are summed over
-        buckets, whose exchanges overlap."""
+        buckets, whose exchanges overlap.
+
+        Arguments:
+            residual_norms: add the 2-norm of what is kept of each variable's gradients, which takes a pass over it.
+        """
         stats = Stats(steps=max((int(slot.step) for slot in self.slots.values()), default=0))
         names = {slot: name for name, slot in self.slots.items()}
         kinds = {slot: "sparse" if slot.sparse else self._last(slot).kind for slot in names}
@@ -296,7 +300,12 @@ class State(tf.Module):
                         setattr(total, what, getattr(total, what) + costs[what])
         stats.void_tensors = round(stats.void_tensors)
         stats.wire_bytes += float(self.averaging_bytes)
-        return stats.as_dict()
+        return {**stats.as_dict(), **({"residual_norms": self._residual_norms()} if residual_norms else {})}
+
+    def _residual_norms(self) -> dict[str, float]:
+        kept = {name: [value.numpy() for key, value in slot.state.items() if key.endswith("residual")] for name, slot in self.slots.items()}
+        return {name: sum(float(np.square(value, dtype=np.float64).sum()) for value in values) ** 0.5
+                for name, values in kept.items() if values}
 
     @staticmethod
     def _last(slot: Slot) -> Way:

@@ -43,6 +43,8 @@ def DistributedGradientTape(
 
     ``compression.stats()`` is then what the exchanges cost; otherwise ``tape.compression_stats()`` after ``gradient()``.
 
+    With loss scaling, ``tape.set_loss_scale(optimizer.dynamic_scale)`` before ``gradient()`` keeps what is kept free of the scale.
+
     Arguments:
         gradtape: the tape, after or inside its ``with`` block.
         device_dense, device_sparse: devices for the exchange, as in Horovod.
@@ -70,6 +72,7 @@ def DistributedGradientTape(
                           "sparse_as_dense": sparse_as_dense, "process_set": process_set,
                           "bucket_bytes": checked_bucket_bytes(bucket_bytes)}
     tape._hvd_scale_local, tape._hvd_local, tape._hvd_reducer = scale_local_gradients, set(), None
+    tape._hvd_loss_scale = None
     return tape
 
 
@@ -111,6 +114,11 @@ class _DistributedGradientTape:
         """Leave a variable's gradient as it is on this worker."""
         self._hvd_local.add(id(plain(source)))
 
+    def set_loss_scale(self, scale: Any) -> None:
+        """Say by what the target of the next ``gradient()`` was multiplied: a number or a scalar tensor or variable, the same on all
+        workers. The gradients are returned with that scale, and what is kept between steps doesn't depend on it."""
+        self._hvd_loss_scale = scale
+
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
                  **kwargs: Any) -> Any:
@@ -126,7 +134,7 @@ class _DistributedGradientTape:
         if shared:
             reducer = self._reducer([variables[i] for i in shared])
             with tf.device(self._hvd_devices[0]):
-                reduced = reducer.reduce([grads[i] for i in shared], [variables[i] for i in shared])
+                reduced = reducer.reduce([grads[i] for i in shared], [variables[i] for i in shared], self._hvd_loss_scale)
             for i, grad in zip(shared, reduced):
                 grads[i] = grad
         if self._hvd_scale_local:
@@ -143,9 +151,13 @@ class _DistributedGradientTape:
         return ([pair for pair in pairs if id(plain(pair[0])) in self._hvd_local],
                 [pair for pair in pairs if id(plain(pair[0])) not in self._hvd_local])
 
-    def compression_stats(self) -> dict[str, Any]:
-        """What the exchanges of the last ``gradient()``'s sources have cost so far on this worker; nothing before it."""
-        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats()
+    def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
+        """What the exchanges of the last ``gradient()``'s sources have cost so far on this worker; nothing before it.
+
+        Arguments:
+            residual_norms: add the 2-norm of what is kept of each variable's gradients, which takes a pass over it.
+        """
+        return Stats().as_dict() if self._hvd_reducer is None else self._hvd_reducer.stats(residual_norms)
 
     def _reducer(self, variables: list[Any]) -> Reducer:
         state = state_of(self._hvd_compression, variables, self._hvd_process_set)

@@ -84,9 +84,8 @@ class GradScaler(torch.amp.GradScaler):
             scaled.register_hook(self._begin)
 
     def _begin(self, grad: torch.Tensor) -> None:
-        if not _running:
-            Variable._execution_engine.queue_callback(_running.clear)
         _running[:] = [self._host_scale()]
+        Variable._execution_engine.queue_callback(_running.clear)
 
     def _host_scale(self) -> float:
         if self._on_host is None:

@@ -82,6 +82,8 @@ def DistributedOptimizer(
     if op == Adasum and not uncompressed and compression != _FP16:
         raise ValueError(f"op=Adasum can't be combined with compression={_spec(compression)}: Adasum needs the gradients "
                          "themselves; use 'none' or 'fp16', or op=Average")
+    # Horovod's own allreduce doesn't take bf16.
+    uncompressed &= compression != _NONE or all(p.dtype != torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
     if not uncompressed and op != Adasum:
         if op not in (Average, Sum):
             raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")

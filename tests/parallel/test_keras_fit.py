@@ -55,6 +55,20 @@ def test_replicas_that_see_different_data_stay_the_same(compressor, reference):
     assert (stats["compression_ratio"] > 1.5) == (compressor.name != "none")
 
 
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "mixed_float16"])
+def test_models_in_half_precision_train(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = network()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.2), compression="topk:ratio=0.3,min_numel=0")
+    losses = fit(model, optimizer, epochs=12).history["loss"]
+    assert_same_everywhere(flat(model).astype(np.float32))
+    assert np.isfinite(losses).all() and losses[-1] < 0.9 * losses[0]
+    assert optimizer.compression_stats()["compression_ratio"] > 1.5
+
+
 def test_a_compressor_of_ones_own():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     namespace = {"__name__": "own", "register": register}

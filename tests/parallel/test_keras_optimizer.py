@@ -258,5 +258,7 @@ def test_a_void_step_returns_every_codes_state(compressor):
     before = residuals(optimizer)
     assert any(residual.any() for residual in before.values())
     optimizer.apply([gradient * float("inf"), gradient], [a, b])
+    norms = optimizer.compression_stats(residual_norms=True)["residual_norms"]
     for name, residual in residuals(optimizer).items():
         np.testing.assert_allclose(residual, before[name], atol=1e-6)
+        np.testing.assert_allclose(norms[name], np.linalg.norm(residual), rtol=1e-5)

@@ -132,7 +132,7 @@ def test_nothing_is_lost_by_way_of_owners(compressor):
 
 
 @every({spec: c for spec, c in ROUTES.items() if c.exchange == "sra" and c.memory == "error_feedback"} | {"own": OWN})
-def test_a_range_that_is_not_finite_voids_the_whole_tensor(compressor):
+def test_a_range_that_is_not_finite_voids_the_whole_step(compressor):
     weights = variables()
     reducer = Reducer(compressor, weights, name="test")
     step = steps_of(reducer, weights)
@@ -142,10 +142,8 @@ def test_a_range_that_is_not_finite_voids_the_whole_tensor(compressor):
     if RANK == WORLD - 1:
         given[5][:3] = np.nan, -np.inf, 1  # in one range alone
     reduced = step([tf.constant(g) for g in given])
-    assert np.isnan(reduced[5]).all()
-    assert all(np.isfinite(grad).all() for grad in reduced[:5])
-    after = states(reducer)
-    assert_same_states({"v5": after["v5"]}, before)
+    assert all(np.isnan(grad).all() for grad in reduced)
+    assert_same_states(states(reducer), before)
     assert reducer.stats()["void_tensors"] == 1
     for grad in step([tf.constant(g) for g in gradients(3)]):
         assert np.isfinite(grad).all()
@@ -494,8 +492,8 @@ def test_hosts_average_inside_and_exchange_ranges(two_hosts, compressor, op):
     if RANK == 1:
         bad[5][-2:] = np.nan
     reduced = step([tf.constant(g) for g in bad])
-    assert np.isnan(reduced[5]).all() and np.isfinite(reduced[4]).all()
-    assert_same_states({"v5": states(reducer)["v5"]}, before)
+    assert all(np.isnan(grad).all() for grad in reduced)
+    assert_same_states(states(reducer), before)
     dense_bytes, stats = 2 * 4 * sum(slot.info.numel for slot in reducer.state.by_place) / 2, reducer.stats()
     assert stats["wire_bytes"] < 5 * dense_bytes / 4
 

@@ -353,8 +353,6 @@ def test_a_sparse_gradient_missing_once():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @every(CODECS)
 def test_other_types_come_back_in_their_own(compressor, dtype):
-    if compressor.name == "none" and dtype == torch.bfloat16:
-        pytest.skip("uncompressed is Horovod itself, which can't reduce bf16")
     model = network().to(dtype)
     optimizer = wrap(model, compressor)
     for step in range(2):
@@ -382,6 +380,30 @@ def test_fp16_gradients_of_40000_average_to_40000(spec):
     weight.grad = torch.full((64,), 40000.0, dtype=torch.float16)
     optimizer.synchronize()
     assert torch.equal(weight.grad, torch.full((64,), 40000.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("value", [1e-7, 2.0**-130])
+@pytest.mark.parametrize("spec", ["none", "bf16", "onebit:min_numel=0", "topk:min_numel=0,ratio=1", "blockwise8:min_numel=0"])
+def test_tiny_values_do_not_flush_away(spec, value):
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), [("w", weight)], spec)
+    weight.grad = torch.full((64,), value)
+    optimizer.step()
+    kept = sum(slot["state"].get("residual", 0) for slot in optimizer.compression_state_dict()["tensors"].values()) if spec != "none" else 0
+    torch.testing.assert_close(weight.grad + kept, torch.full((64,), value), rtol=4e-3 if spec == "bf16" else 1e-6, atol=0)
+
+
+def test_sums_that_outgrow_fp32_are_seen():
+    """What a threshold leaves grows step by step, which the statistics tell, until the step in which it would overflow is void."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), [("w", weight)], "threshold:tau=1,min_numel=0")
+    norms = []
+    for _ in range(4):
+        weight.grad = torch.full((64,), 1e38)
+        optimizer.step()
+        norms.append(optimizer.compression_stats(residual_norms=True)["residual_norms"]["w"] / 8e38)
+    assert norms[:3] == pytest.approx([1, 2, 3]) and norms[3] < 3.1 and torch.isnan(weight.grad).all()
+    assert optimizer.compression_stats()["void_tensors"] == 1
 
 
 def test_types_that_can_not_be_reduced():

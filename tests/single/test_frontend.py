@@ -63,3 +63,11 @@ def test_one_worker_without_a_launcher():
         stats = optimizer.compression_stats()
         assert stats["wire_bytes"] == 0 and stats["compression_ratio"] is None
         optimizer.load_compression_state_dict(optimizer.compression_state_dict())
+        before, scaler = model.weight.detach().clone(), hvd.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(2, 20)) ** 2).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(model.weight, before) == (factor != 1)
+        assert scaler.get_scale() == 8
