@@ -328,6 +328,7 @@ class SparseCargo(Cargo):
         table: what all know of its rows.
         rows: the numbers of those that it touches, ascending.
         counted: how many they are; -1 if they couldn't be found.
+        touched: the indices of all workers' rows, a column each, once they are here.
     """
 
     def __init__(self, slot: Any, compressor: Compressor, scale: float, info: TensorInfo, grad: torch.Tensor, version: int,
@@ -394,19 +395,22 @@ class SparseCargo(Cargo):
             return super().void()
         self.undo()
         self.slot.step -= 1
-        # A row on every worker, also where there was none: all of them have to see it.
-        at = torch.zeros((len(self._lead), 1), dtype=torch.int64, device=self.grad.device)
-        self.land_sparse(at, self.grad._values().new_full((1, *self.grad.shape[len(self._lead):]), math.nan))
+        places = self.touched if self.touched.numel() else self.touched.new_zeros(len(self._lead), 1)  # there has to be a NaN
+        self.land_sparse(places, self.grad._values().new_full((places.shape[1], *self.grad.shape[len(self._lead):]), math.nan))
 
     def decode_rows(self, parts: list[Part], flags: int, mean: bool) -> None:
         """Let the gradient become what all workers' rows add up to."""
         terms = ((part.rows, self.compressor.decode_sum(ops, [part.payload], part.info)) for part in parts)
         rows, values = self.table.add_up(terms, flags, mean, like=self.flat)
+        self.land_sparse(self.indices_of(rows), values.view(-1, *self.grad.shape[len(self._lead):]), merged=True)
+
+    def indices_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The indices of rows in the gradient, a column each."""
         places = []
         for length in reversed(self._lead):
             places.insert(0, rows % length)
             rows = rows // length
-        self.land_sparse(torch.stack(places), values.view(-1, *self.grad.shape[len(self._lead):]), merged=True)
+        return torch.stack(places)
 
     def land_sparse(self, indices: torch.Tensor, values: torch.Tensor, merged: bool = False) -> None:
         self.grad = torch.sparse_coo_tensor(indices, values.to(self.grad.dtype), self.grad.shape, check_invariants=False,
@@ -724,7 +728,7 @@ def sparse(flight: Flight) -> Route:
         bits = values.view(torch.int16) if values.dtype == torch.bfloat16 else values  # Horovod doesn't know the type
         indices = yield flight.start("allgather", indices, workers, ".indices")
         bits = yield flight.start("allgather", bits.contiguous(), workers, ".values", last=True)
-        values = bits.view(values.dtype)
+        values, one.touched = bits.view(values.dtype), indices.t()
         flight.sums = [values]
         yield None
         one.land_sparse(indices.t(), values / workers.size() if flight.op == Average else values)
@@ -750,6 +754,7 @@ def sparse(flight: Flight) -> Route:
         except wire.PayloadError as error:
             flight.undo()
             raise wire.PayloadError(f"{one.info.name}: {error}") from one.error
+        one.touched = one.indices_of(torch.cat([part.rows for part in parts]) if parts else one.rows[:0])
         flight.flagged = bool(flags & wire.NONFINITE)
         flight.stats.void_tensors += flight.flagged
     yield None
