@@ -9,6 +9,7 @@ from typing import Any
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_quant.exchange import averaging, buckets
+from hvd_quant.exchange.agreement import checked_every
 from hvd_quant.keras.optimizer import frontend
 from hvd_quant.keras.reducing import Reducing, Settings, undistributed
 from hvd_quant.tensorflow import network
@@ -28,7 +29,8 @@ def ModelAveragingOptimizer(
         average_state: bool = False,
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> Any:
     """An optimizer that applies this worker's own gradients as another does, and after every ``every`` steps averages
     the workers' variables.
 
@@ -59,6 +61,8 @@ def ModelAveragingOptimizer(
         name: starts the names of the collectives.
         process_set: the workers to average over.
         bucket_bytes: bytes that travel together.
+        verify_every: averagings between two comparisons of the workers' variables, right after one, which raises an error
+            on all of them if one differs.
 
     Raises:
         TypeError: for something else than Keras optimizers, or a compression that is none of the above.
@@ -75,7 +79,8 @@ def ModelAveragingOptimizer(
                              "has")
     return frontend(optimizer, "ModelAveragingOptimizer").distribute(optimizer, AveragingSettings(
         name, "", compression, False, 1.0, Average, 1, False, None, process_set, False,
-        checked_bucket_bytes(bucket_bytes), every, outer, model, average_state))
+        checked_bucket_bytes(bucket_bytes), None, every, outer, model, average_state,
+        checked_every(verify_every, network.ELASTIC)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +92,7 @@ class AveragingSettings(Settings):
     outer: Any
     model: Any
     average_state: bool
+    verify_averagings: int | None
 
 
 class Averaging(Reducing):
@@ -122,6 +128,11 @@ class Averaging(Reducing):
         super()._hvd_built()
         return self._hvd_averager
 
+    def _hvd_agree_on(self) -> dict[str, Any]:
+        settings = self._hvd_settings
+        return {"every": "a function" if callable(settings.every) else settings.every, "outer": type(settings.outer).__name__,
+                "average_state": settings.average_state, "verify_every": settings.verify_averagings}
+
     def _hvd_build(self, variables: Iterable[Any]) -> None:
         settings = self._hvd_settings
         shared = [v for v in variables if id(plain(v)) not in self._hvd_local]
@@ -137,7 +148,7 @@ class Averaging(Reducing):
             return found
 
         vars(self)["_hvd_averager"] = Averager(self._hvd_reducer, shared, settings.every, settings.outer, also,
-                                               settings.process_set)
+                                               settings.process_set, settings.verify_averagings)
         self._track_trackable(self._hvd_averager, "averaging", overwrite=True)
 
     def _hvd_note(self, variable: Any, kept: Any) -> Any:

@@ -15,8 +15,10 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import buckets
+from hvd_quant.exchange.agreement import checked_every
 from hvd_quant.keras.reducing import Settings, reducing
 from hvd_quant.registry import get_compressor, resolve, selector
+from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.arguments import advice_on, checked_bucket_bytes, checked_groups, weights_of
 from hvd_quant.tensorflow.state import State
 from hvd_quant.tensorflow.variables import make_variables
@@ -39,7 +41,8 @@ def DistributedOptimizer(
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> Any:
     """An optimizer that reduces gradients over the workers, exchanged compressed, before it applies them as another
     does.
 
@@ -71,6 +74,9 @@ def DistributedOptimizer(
         process_set: the workers to reduce over.
         scale_local_gradients: divide the gradients of local variables by the number of workers.
         bucket_bytes: bytes of dense gradients that travel together; they start once all of them are there.
+        verify_every: steps between two comparisons of the workers' variables. That of the last step is made when the next
+            one is about to exchange gradients, so that a BroadcastGlobalVariablesCallback comes first; it raises an error
+            on all workers if a variable differs. Where a ``merge`` lets them differ, it waits for the next averaging.
 
     Raises:
         TypeError: for something else than a Keras optimizer, or a compression that is none of the above.
@@ -89,7 +95,8 @@ def DistributedOptimizer(
         warnings.warn(sentence, stacklevel=2)
     return frontend(optimizer, "DistributedOptimizer").distribute(optimizer, Settings(
         name, device_dense, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
-        average_aggregated_gradients, groups, process_set, scale_local_gradients, checked_bucket_bytes(bucket_bytes)))
+        average_aggregated_gradients, groups, process_set, scale_local_gradients, checked_bucket_bytes(bucket_bytes),
+        checked_every(verify_every, network.ELASTIC)))
 
 
 def PartialDistributedOptimizer(
@@ -105,7 +112,8 @@ def PartialDistributedOptimizer(
         process_set: ProcessSet = global_process_set,
         local_layers: Any = None,
         scale_local_gradients: bool = True,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> Any:
     """A distributed optimizer that leaves the gradients of some layers as they are on each worker.
 
     Arguments:
@@ -118,7 +126,8 @@ def PartialDistributedOptimizer(
     local = weights_of(local_layers)
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes)
+        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes,
+        verify_every=verify_every)
     for variable in local:
         distributed.register_local_var(variable)
     return distributed

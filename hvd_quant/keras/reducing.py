@@ -34,6 +34,7 @@ class Settings:
     process_set: ProcessSet
     scale_local: bool
     bucket_bytes: int
+    verify_every: int | None
 
 
 class Reducing:
@@ -91,8 +92,14 @@ class Reducing:
         vars(self)["_hvd_reducer"] = reducer = Reducer(
             settings.compression, variables, name=settings.name or f"Distributed{type(self).__name__}", op=settings.op,
             predivide=settings.predivide, groups=settings.groups, sparse_as_dense=settings.sparse_as_dense,
-            process_set=settings.process_set, bucket_bytes=settings.bucket_bytes, synced=True)  # by a KerasState
+            process_set=settings.process_set, bucket_bytes=settings.bucket_bytes, synced=True,  # by a KerasState
+            verify_every=settings.verify_every, agree_on=self._hvd_agree_on())
         self._track_trackable(reducer.state, "compression", overwrite=True)
+
+    def _hvd_agree_on(self) -> dict[str, Any]:
+        """Arguments that the reducer doesn't have and that have to be the same on all workers."""
+        return {"backward_passes_per_step": self._hvd_settings.passes, "average_aggregated_gradients": self._hvd_settings.average_passes,
+                "gradient_accumulation_steps": getattr(self, "gradient_accumulation_steps", None)}
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:
         """The reduced gradients; those of local variables divided by the number of workers if that was asked for.

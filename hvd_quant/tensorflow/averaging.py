@@ -14,6 +14,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant.exchange import averaging, buckets, sent_bytes
 from hvd_quant.tensorflow import network
+from hvd_quant.tensorflow.agreement import Verifier
 from hvd_quant.tensorflow.functions import unused_label
 from hvd_quant.tensorflow.reducer import Reducer
 from hvd_quant.tensorflow.state import untracked
@@ -36,6 +37,7 @@ class Averager(tf.Module):
         outer: an optimizer of Keras, without variables yet, or None.
         also: the variables that are averaged too, dense, when they are known.
         process_set: the workers to average over.
+        verify_every: averagings between two comparisons of the workers' variables, or None for none.
 
     Attributes:
         anchors: θ₀, what the workers last had in common, in fp32 or fp64.
@@ -44,7 +46,7 @@ class Averager(tf.Module):
     """
 
     def __init__(self, reducer: Reducer, variables: Iterable[Any], every: averaging.Every, outer: Any,
-                 also: Callable[[], list[Any]], process_set: ProcessSet) -> None:
+                 also: Callable[[], list[Any]], process_set: ProcessSet, verify_every: int | None = None) -> None:
         super().__init__()
         variables = [plain(v) for v in variables]
         with tf.init_scope():  # (A tf.Variable would make tf.function trace twice.)
@@ -57,7 +59,8 @@ class Averager(tf.Module):
                 make_variables(outer, self.anchors)
         self.outer = outer
         untracked(self, _reducer=reducer, _variables=variables, _every=every, _also=also, _process_set=process_set,
-                  _averagings=averagings, _also_sent=0.0)
+                  _averagings=averagings, _also_sent=0.0,
+                  _verifier=Verifier(verify_every, process_set, reducer.state.by_place[0].label, "averagings"))
 
     @tf.autograph.experimental.do_not_convert
     def begin(self) -> None:
@@ -112,6 +115,9 @@ class Averager(tf.Module):
             untracked(self, _also_sent=sum(sent_bytes("dense", nbytes, self._process_set.size())
                                            for _, nbytes in average(also, self._process_set)))
             self._averagings.assign_add(1)
+            if self._verifier.every is not None and not alone:
+                self._verifier.count()
+                self._verifier.verify(self._variables, [slot.info.name for slot in map(self._reducer.state.slot, self._variables)])
         self.averaged.assign(self.steps)
         self.due.assign(self.steps + self._interval())
 

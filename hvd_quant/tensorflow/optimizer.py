@@ -33,7 +33,8 @@ def DistributedOptimizer(
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> Any:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> Any:
     """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
 
     A Keras optimizer gets what :func:`hvd_quant.keras.DistributedOptimizer` makes of it; one of ``tf.compat.v1.train`` reduces
@@ -43,7 +44,7 @@ def DistributedOptimizer(
         optimizer: of Keras 3, of tf_keras, or of ``tf.compat.v1.train``.
         name: starts the names of the collectives.
         use_locking: for ``tf.compat.v1.train``, as in Horovod.
-        compression, bucket_bytes: as for :func:`hvd_quant.tensorflow.DistributedGradientTape`.
+        compression, bucket_bytes, verify_every: as for :func:`hvd_quant.tensorflow.DistributedGradientTape`.
         others: as in ``horovod.tensorflow.DistributedOptimizer``.
 
     Raises:
@@ -55,7 +56,7 @@ def DistributedOptimizer(
         return keras.DistributedOptimizer(
             optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
             backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
-            scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes)
+            scale_local_gradients=scale_local_gradients, bucket_bytes=bucket_bytes, verify_every=verify_every)
     checked_bucket_bytes(bucket_bytes)
     for sentence in advice_on(optimizer, compression):
         warnings.warn(sentence, stacklevel=2)
@@ -63,6 +64,8 @@ def DistributedOptimizer(
         compression = resolve(compression)
         if isinstance(compression, Mapping) or isinstance(compression, Compressor) and compression.name not in ("none", "fp16"):
             raise ValueError(f"op=Adasum can't be combined with compression={compression!r}: give 'none' or 'fp16', or op=Average")
+        if verify_every is not None:
+            raise ValueError(f"op=Adasum can't be combined with verify_every={verify_every!r} here: leave it out, or give op=Average")
         return horovod.DistributedOptimizer(
             optimizer, name, use_locking, device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
             gradient_predivide_factor, average_aggregated_gradients, groups=groups, process_set=process_set)
@@ -79,14 +82,15 @@ def DistributedOptimizer(
         if key not in reducers:
             reducers[key] = Reducer(compression, variables, name=name or f"Distributed{type(optimizer).__name__}", op=op,
                                     predivide=gradient_predivide_factor, groups=groups, sparse_as_dense=sparse_as_dense,
-                                    process_set=process_set, bucket_bytes=bucket_bytes)
+                                    process_set=process_set, bucket_bytes=bucket_bytes, verify_every=verify_every,
+                                    agree_on={"backward_passes_per_step": backward_passes_per_step})
             warn_if_never_averaged(reducers[key].state)
         with tf.device(device_dense):
             return reducers[key].reduce(grads, variables)
 
     wrapped._allreduce_grads = reduce
     if wrapped._agg_helper:
-        wrapped._agg_helper.allreduce_grads = reduce
+        wrapped._agg_helper._allreduce_grads = reduce
     return wrapped
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,8 +16,10 @@ from tensorflow.python.ops import control_flow_util
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes, rows
+from hvd_quant.exchange.agreement import COLLECTIVES, OPS
 from hvd_quant.registry import get_compressor
-from hvd_quant.tensorflow import network
+from hvd_quant.tensorflow import agreement, network
+from hvd_quant.tensorflow.agreement import Verifier, settled
 from hvd_quant.tensorflow.codes import Hosted, Traced
 from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, by, end, label_of, unless
 from hvd_quant.tensorflow.state import COSTS, Slot, State, Way, untracked
@@ -43,6 +45,8 @@ class Reducer(tf.Module):
         process_set: the workers to reduce over.
         bucket_bytes: dense bytes of gradients that travel together.
         synced: whether workers that join an elastic job get the others' step counts.
+        verify_every: steps between two comparisons of the workers' variables, before gradients are reduced, or None for none.
+        agree_on: what else has to be the same on all workers, by name.
 
     Raises:
         TypeError, ValueError: for a compression, variable or combination that can't work, saying why.
@@ -51,7 +55,7 @@ class Reducer(tf.Module):
     def __init__(self, compression: Any, variables: Iterable[Any], *, name: str = "Distributed", op: int = Average,
                  predivide: float = 1.0, groups: int | list[list[Any]] | None = None, sparse_as_dense: bool = False,
                  process_set: ProcessSet = global_process_set, bucket_bytes: int = buckets.BUCKET_BYTES,
-                 synced: bool = False) -> None:
+                 synced: bool = False, verify_every: int | None = None, agree_on: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         given = isinstance(compression, State)
         self.state = compression if given else State(compression, variables, process_set, name, synced=synced)
@@ -65,7 +69,8 @@ class Reducer(tf.Module):
             groups = [[self.state.place(v) for v in group] for group in groups]
         in_graph = tf.function(self._exchange_all, autograph=False, reduce_retracing=True)
         # In a function, since models that are saved would take a tf.function that they find along.
-        untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph)
+        untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph, _agreed=False, _agree_on=dict(agree_on or {}),
+                  _verifier=Verifier(verify_every, process_set, self.state.by_place[0].label if self.state.by_place else name))
 
     def stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """See :meth:`State.stats`."""
@@ -110,6 +115,10 @@ class Reducer(tf.Module):
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
                              "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
+        if not alone:
+            self._agree(given)
+        if self._verifier.every is not None and not alone:
+            given = self._verified(given, variables)
         exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
         scale = None if scale is None else tf.cast(scale, tf.float32)
         # A graph takes one stage for all that travel together, so variables that were unfrozen late travel apart.
@@ -117,6 +126,43 @@ class Reducer(tf.Module):
         alike = tuple(map(begun.index, begun))
         reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given), alike, scale)))
         return [None if grad is None else reduced.get(self.state.place(v), grad) for grad, v in zip(grads, variables)]
+
+    def _agree(self, given: dict[int, Gradient] | None) -> None:
+        """Before the first exchange, check that the workers are about to do the same.
+
+        Arguments:
+            given: the gradients by place, where they are known.
+
+        Raises:
+            ValueError: on all workers, if they are not.
+        """
+        if self._agreed:
+            return
+        state, style, parameters = self.state, self.state.horovod_style, []
+        spec_of = functools.cache(lambda compressor: compressor.spec)
+        for place, slot in enumerate(state.by_place):
+            spec = spec_of(slot.compressor) if style is None else getattr(style, "__qualname__", type(style).__qualname__)
+            note = ""
+            if given is not None and place not in given:
+                note = ", without a gradient to exchange"
+            elif given is not None and isinstance(given[place], tf.IndexedSlices):
+                note = ", with a sparse gradient"
+            parameters.append(agreement.parameter(slot.info.name, slot.variable, spec, note))
+        agreement.compare(parameters, {
+            "op": dict(enumerate(OPS)).get(self._op, self._op), "gradient_predivide_factor": self._predivide, "groups": self._groups,
+            "sparse_as_dense": self._sparse_as_dense, "bucket_bytes": self._bucket_bytes, "verify_every": self._verifier.every,
+            **self._agree_on, **{f"{COLLECTIVES} of parameter {place}": slot.label for place, slot in enumerate(state.by_place)},
+        }, self._process_set)
+        untracked(self, _agreed=True)
+
+    def _verified(self, given: dict[int, Gradient], variables: list[Any]) -> dict[int, Gradient]:
+        """The gradients, once the variables are found to be the same on all workers where it is time to ask."""
+        slots = list({self.state.place(v): self.state.slot(v) for v in variables}.values())
+        same = self._verifier.verify([slot.variable for slot in slots], [slot.info.name for slot in slots], settled(slots))
+        with tf.control_dependencies([same]):
+            counted = self._verifier.count()
+        with tf.control_dependencies([counted]):
+            return {place: tf.nest.map_structure(tf.identity, grad, expand_composites=True) for place, grad in given.items()}
 
     def _exchange_all(self, grads: list[Gradient], places: tuple[int, ...], alike: tuple[int, ...], scale: tf.Tensor | None = None
                       ) -> list[Gradient]:
@@ -177,6 +223,7 @@ class Reducer(tf.Module):
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
         """One gradient's exchange in the graph that is being made, by itself."""
+        self._agree(None)
         self._decide([slot], {slot: grad})
         return _finished(self._routes([slot], {slot: grad}, None, last=False))[0][slot]
 

@@ -210,6 +210,10 @@ class State(tf.Module):
             warnings.warn(sentence, stacklevel=5)
         workers = {False: network.Workers(process_set, process_set)}
         if any(compressor.hierarchical for compressor in chosen):
+            from hvd_quant.tensorflow import agreement  # which needs this module
+
+            # Where another worker's are not, this is what it hears when it comes to its first exchange.
+            agreement.compare([agreement.parameter(name, v, c.spec) for name, v, c in zip(names, variables, chosen)], {}, process_set)
             workers[True] = network.workers_by_host(process_set)
 
         def slot(place: int, name: str, variable: Any) -> Slot:

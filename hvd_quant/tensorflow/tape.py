@@ -9,8 +9,10 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_quant.exchange import buckets
+from hvd_quant.exchange.agreement import checked_every
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor
+from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.arguments import checked_bucket_bytes, checked_groups, warn_if_never_averaged, weights_of
 from hvd_quant.tensorflow.reducer import Reducer, local_gradient
 from hvd_quant.tensorflow.state import state_of
@@ -30,7 +32,8 @@ def DistributedGradientTape(
         groups: int | list[list[Any]] | None = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> tf.GradientTape:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> tf.GradientTape:
     """Wrap a tape so that ``gradient()`` returns gradients reduced over the workers, exchanged compressed.
 
     The signature is that of ``horovod.tensorflow.DistributedGradientTape``. A tape lives for one step, so what is kept between
@@ -58,6 +61,8 @@ def DistributedGradientTape(
         process_set: the workers to reduce over.
         scale_local_gradients: divide the gradients of local variables by the number of workers.
         bucket_bytes: bytes of dense gradients that travel together; they start once all of them are there.
+        verify_every: steps between two comparisons of the workers' variables, each in ``gradient()``, which raises an error on all
+            of them if a source differs.
 
     Raises:
         ValueError, TypeError: for a combination that can't work, as Horovod does and as :class:`Reducer` does.
@@ -70,7 +75,7 @@ def DistributedGradientTape(
     tape._hvd_compression, tape._hvd_process_set = compression, process_set
     tape._hvd_settings = {"op": op, "predivide": gradient_predivide_factor, "groups": groups,
                           "sparse_as_dense": sparse_as_dense, "process_set": process_set,
-                          "bucket_bytes": checked_bucket_bytes(bucket_bytes)}
+                          "bucket_bytes": checked_bucket_bytes(bucket_bytes), "verify_every": checked_every(verify_every, network.ELASTIC)}
     tape._hvd_scale_local, tape._hvd_local, tape._hvd_reducer = scale_local_gradients, set(), None
     tape._hvd_loss_scale = None
     return tape
@@ -90,7 +95,8 @@ def PartialDistributedGradientTape(
         process_set: ProcessSet = global_process_set,
         local_layers: Any = None,
         scale_local_gradients: bool = True,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> tf.GradientTape:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> tf.GradientTape:
     """A distributed tape that leaves the gradients of some layers as they are on each worker.
 
     Arguments:
@@ -101,7 +107,8 @@ def PartialDistributedGradientTape(
         ValueError: if one of ``local_layers`` is no Keras layer, and as :func:`DistributedGradientTape`.
     """
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, bucket_bytes)
+                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, bucket_bytes,
+                                   verify_every)
     for variable in weights_of(local_layers):
         tape.register_local_source(variable)
     return tape

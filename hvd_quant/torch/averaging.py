@@ -17,7 +17,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import averaging, buckets
 from hvd_quant.registry import selector, unmatched
-from hvd_quant.torch import network
+from hvd_quant.torch import agreement, network
 from hvd_quant.torch.reducer import Reducer
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -33,7 +33,8 @@ def ModelAveragingOptimizer(
         model: torch.nn.Module | None = None,
         average_state: bool = False,
         process_set: ProcessSet = global_process_set,
-        bucket_bytes: int = buckets.BUCKET_BYTES) -> torch.optim.Optimizer:
+        bucket_bytes: int = buckets.BUCKET_BYTES,
+        verify_every: int | None = None) -> torch.optim.Optimizer:
     """Wrap an optimizer so that ``step()`` applies this worker's own gradients, and after every ``every`` of them the workers'
     parameters are averaged.
 
@@ -45,6 +46,8 @@ def ModelAveragingOptimizer(
     it has ``average()``, ``compression_stats()``, ``compression_state_dict()`` and ``load_compression_state_dict()``.
 
     A ``GradScaler`` is each worker's own. A step that it skips on one worker counts there as on the others.
+
+    All workers of the process set call this together, and find out here if their parameters or arguments differ.
 
     Sources: Yu, Yang, Zhu 2019 (parallel restarted SGD); Douillard et al. 2023 (DiLoCo).
 
@@ -61,9 +64,11 @@ def ModelAveragingOptimizer(
         average_state: average, dense, what the optimizer keeps of a parameter in its shape: momentum and the like.
         process_set: the workers to average over.
         bucket_bytes: bytes that travel together.
+        verify_every: averagings between two comparisons of the workers' parameters, right after one, which raises a RuntimeError
+            on all of them if one differs.
 
     Raises:
-        ValueError, TypeError: for arguments that can't work, and in elastic jobs.
+        ValueError, TypeError: for arguments that can't work, on all workers if they differ, and in elastic jobs.
     """
     if hasattr(optimizer, "skip_synchronize") or hasattr(optimizer, "_averager"):
         raise ValueError(f"this {type(optimizer).__name__} is distributed already: wrap the one that it was made from")
@@ -74,6 +79,10 @@ def ModelAveragingOptimizer(
     for pattern in unmatched(compression, names):
         warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                       f"{', '.join(list(names)[:5])}, ...", stacklevel=2)
+    verifier = agreement.Verifier(verify_every, process_set)
+    agreement.agree("ModelAveragingOptimizer", optimizer, {p: name for name, p in names.items()}, compression, {
+        "every": "a function" if callable(every) else every, "outer": type(outer).__name__, "average_state": average_state,
+        "model": type(model).__name__, "bucket_bytes": bucket_bytes, "verify_every": verify_every}, process_set)
     # As Horovod makes one, whose broadcast_optimizer_state then makes missing state by a step of the optimizer's own class.
     methods = {key: value for key, value in vars(_ModelAveraging).items() if not key.startswith("__")}
     cls = type(type(optimizer).__name__, (type(optimizer),), {**methods, "__module__": horovod_optimizer.__name__})
@@ -82,7 +91,7 @@ def ModelAveragingOptimizer(
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
     vars(wrapped).update(_step_supports_amp_scaling=True, _inner_scales=getattr(optimizer, "_step_supports_amp_scaling", False))
     wrapped._averager = Averager(wrapped, names, every, outer, selector(compression), model, average_state, process_set,
-                                 bucket_bytes)
+                                 bucket_bytes, verifier)
     return wrapped
 
 
@@ -206,7 +215,8 @@ class Averager:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], every: averaging.Every, outer: Any,
                  select: Callable[[str], Compressor], model: torch.nn.Module | None, average_state: bool,
-                 process_set: ProcessSet, bucket_bytes: int) -> None:
+                 process_set: ProcessSet, bucket_bytes: int, verifier: agreement.Verifier) -> None:
+        self._verifier = verifier
         self._optimizer, self._every, self._select, self._model = optimizer, every, select, model
         self._average_state, self._process_set = average_state, process_set
         self.steps, self.averaged, self.due = 0, 0, averaging.interval(every, 0)
@@ -273,6 +283,7 @@ class Averager:
         sent = average(also, self._process_set)
         self._reducer.stats.count(None, "dense", sent // 4, sent, self._process_set.size())
         self._reducer.stats.steps += 1
+        self._verifier.count([(part.name, part.parameter) for part in parts], what="averagings")
 
     def _also(self) -> dict[str, torch.Tensor]:
         """What is averaged beside the parameters, by name."""

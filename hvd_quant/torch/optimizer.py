@@ -16,6 +16,7 @@ from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
+from hvd_quant.torch import agreement
 from hvd_quant.torch.amp import Guarded
 from hvd_quant.torch.averaging import average
 from hvd_quant.torch.exchanges import sparse_bytes
@@ -38,7 +39,8 @@ def DistributedOptimizer(
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
         *,
-        bucket_bytes: int = BUCKET_BYTES) -> torch.optim.Optimizer:
+        bucket_bytes: int = BUCKET_BYTES,
+        verify_every: int | None = None) -> torch.optim.Optimizer:
     """Wrap an optimizer so that gradients are reduced over the workers, compressed, before they are applied.
 
     The signature and behaviour are those of ``horovod.torch.DistributedOptimizer``; the result is an instance of the
@@ -48,6 +50,9 @@ def DistributedOptimizer(
 
     A step in which a value is not finite on some worker is void on all: with a compressor that keeps something between steps, that
     is as before, and all gradients are NaN.
+
+    All workers of the process set call this together, and find out here if their parameters or arguments differ. (In an elastic
+    job they don't.)
 
     Arguments:
         optimizer: any optimizer of ``torch.optim`` but LBFGS.
@@ -63,9 +68,11 @@ def DistributedOptimizer(
         process_set: the workers to reduce over.
         bucket_bytes: gradients are encoded and exchanged together, in the order in which backward makes them, as soon as they
             are this many bytes (as fp32).
+        verify_every: steps between two comparisons of the workers' parameters, at the end of ``step()``, which raises a
+            RuntimeError on all of them if one differs. Where a ``merge`` lets them differ, it waits for the next averaging.
 
     Raises:
-        ValueError: for LBFGS, for a combination that can't work, and as Horovod does.
+        ValueError: for LBFGS, for a combination that can't work, on all workers if they differ, and as Horovod does.
         TypeError: for a compression that is none of the above, or a parameter whose type can't be compressed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -84,9 +91,16 @@ def DistributedOptimizer(
                          "themselves; use 'none' or 'fp16', or op=Average")
     # Horovod's own allreduce doesn't take bf16.
     uncompressed &= compression != _NONE or all(p.dtype != torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+    if not uncompressed and op not in (Average, Sum, Adasum):
+        raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")
+    named_parameters = None if named_parameters is None else list(named_parameters)
+    verifier = agreement.Verifier(verify_every, process_set)
+    names = {pair[1]: pair[0] for pair in named_parameters or () if isinstance(pair, tuple) and len(pair) == 2}
+    agreement.agree("DistributedOptimizer", optimizer, names, compression, {
+        "op": agreement.op_name(op), "backward_passes_per_step": backward_passes_per_step,
+        "gradient_predivide_factor": gradient_predivide_factor, "groups": groups or num_groups, "sparse_as_dense": sparse_as_dense,
+        "bucket_bytes": bucket_bytes, "verify_every": verify_every}, process_set)
     if not uncompressed and op != Adasum:
-        if op not in (Average, Sum):
-            raise ValueError(f"op={op!r} can't be combined with compression={_spec(compression)}; give Average or Sum")
         wrapped = _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
                               gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set, bucket_bytes)
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
@@ -95,6 +109,8 @@ def DistributedOptimizer(
         chosen = wrapped._reducer.compressors
         for sentence in [*advice.twice(optimizer, optimizer.param_groups, chosen.values()), *advice.left_out(chosen)]:
             warnings.warn(sentence, stacklevel=2)
+        cls = type(wrapped)  # made by this very call
+        cls.step = verifier.after(cls.step, lambda self: self._reducer.averaged)
         return wrapped
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
@@ -114,6 +130,7 @@ def DistributedOptimizer(
         cls._sparse_allreduce_grad_async = counted.sparse(cls._sparse_allreduce_grad_async)
     last = "step" if op == Adasum and size() > 1 else "synchronize"
     setattr(cls, last, counted.counting(getattr(cls, last)))
+    cls.step = verifier.after(cls.step)
     return wrapped
 
 

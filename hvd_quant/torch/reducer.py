@@ -620,6 +620,11 @@ class Reducer:
         """What the user chose, by parameter."""
         return {name: slot.compressor for name, slot in self._slots.items()}
 
+    @property
+    def averaged(self) -> bool:
+        """Whether no parameter may differ between workers, or none has moved since it was averaged last."""
+        return all(slot.step == slot.averaged for slot in self._slots.values() if slot.compressor.averaging)
+
     def to_average(self, all: bool = False) -> list[tuple[str, torch.Tensor]]:
         """The parameters whose values are to be averaged over the workers now, as their compressors' ``average_every`` says, and
         as many workers take it; what is returned counts as averaged.

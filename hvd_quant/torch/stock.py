@@ -13,6 +13,7 @@ import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, size
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.torch import agreement
 from hvd_quant.torch.exchanges import Flight
 from hvd_quant.torch.reducer import Reducer
 
@@ -30,6 +31,7 @@ def bind(compressor: Compressor, named_parameters: list[tuple[str, torch.Tensor]
 class Bound:
     """A compressor with state for named parameters, to be passed as ``compression=`` to horovod.torch.DistributedOptimizer.
 
+    All workers of the process set bind together, and find out here if their parameters or compressors differ.
     ``stats`` counts the compressed exchanges; ``state_dict()`` and ``load_state_dict()`` are for checkpoints.
     """
 
@@ -39,6 +41,8 @@ class Bound:
             raise ValueError(f"{compressor.spec} can't be bound: Horovod's optimizer has no place where all workers could measure "
                              "their network; use hvd_quant.torch.DistributedOptimizer, or only_if_faster=False")
         compressor.require_no_place()
+        agreement.compare([agreement.parameter(name, p, compressor.spec) for name, p in named_parameters], {"wrapper": "bind"},
+                          process_set)
         self.compressor = compressor
         self._named = named_parameters
         self._reducer = Reducer(named_parameters, lambda name: compressor, Average, 1.0, process_set)

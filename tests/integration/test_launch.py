@@ -19,7 +19,7 @@ LAUNCHES = {
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
-    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_t*", {}),
+    "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "keras-4": ("tensorflow", "gloo", 4, "mixed", "keras_a*", {}),

@@ -521,7 +521,7 @@ def test_adasum_with_uncompressed_and_fp16_gradients():
         pytest.skip("Horovod has Adasum on MPI and NCCL only")
     for compression in ("none", "fp16"):
         model = network()
-        optimizer = wrap(model, compression, op=hvd.Adasum)
+        optimizer = wrap(model, compression, op=hvd.Adasum, verify_every=1)
         train(model, optimizer, range(2))
         assert_same_everywhere(flat(model))
         assert optimizer.compression_stats()["steps"] == 2
