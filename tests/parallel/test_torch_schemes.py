@@ -101,7 +101,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(spec, steps, way):
     model, optimizer = wrapped(spec, 10**6 if way == "small" else 0)
     train(model, optimizer, range(steps))
     if way == "in a warm-up again":
-        state = optimizer.compression_state_dict()
+        state, model = optimizer.compression_state_dict(), network()
         late = dataclasses.replace(get_compressor(spec), min_numel=0, warmup=99)
         optimizer = wrap(model, late, torch.optim.SGD(model.parameters(), lr=0.1))
         optimizer.load_compression_state_dict(state)
