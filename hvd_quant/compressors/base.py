@@ -410,8 +410,9 @@ class Compressor:
         """
         if self.counted:
             raise ValueError(f"{self.spec}: a worker that joins an elastic job has not counted the others' exchanges, so it can't "
-                             "know when a warm-up or a stage ends, when parameters are averaged, or which entries all draw; use "
-                             "warmup=0, schedule=none, no merge, another code than randomk, and error feedback as memory there")
+                             "know when a warm-up or a stage ends, when parameters are averaged, or which entries all draw; give "
+                             "a PyTorch optimizer to hvd.elastic.TorchState(optimizer=...), or a Keras model to KerasState, and elsewhere use "
+                             "warmup=0, schedule=none, no merge, another code than randomk, and error feedback as memory")
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Horovod's hook for codes that keep no state and need no name; what it returns is summed or averaged by Horovod.

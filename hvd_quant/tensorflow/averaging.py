@@ -102,7 +102,8 @@ class Averager(tf.Module):
             pairs = list(zip(self.anchors, self._variables))
             deltas = [tf.cast(tf.cast(anchor, v.dtype), anchor.dtype) - tf.cast(v, anchor.dtype) for anchor, v in pairs]
             also = self._also()
-            with tf.control_dependencies([self._agreed(deltas, also)]):
+            agreed = self._agreed(deltas, also)
+            with tf.control_dependencies([agreed]):
                 deltas = [tf.identity(delta) for delta in deltas]
             means = self._reducer.reduce(deltas, self._variables)
             if self.outer is None:
@@ -112,8 +113,9 @@ class Averager(tf.Module):
                 self.outer.apply_gradients(list(zip(means, self.anchors)))
             for anchor, variable in pairs:
                 variable.assign(tf.cast(anchor, variable.dtype))
-            untracked(self, _also_sent=sum(sent_bytes("dense", nbytes, self._process_set.size())
-                                           for _, nbytes in average(also, self._process_set)))
+            with tf.control_dependencies([agreed]):  # where the workers don't agree, no collective may be under way
+                averaged = average(also, self._process_set)
+            untracked(self, _also_sent=sum(sent_bytes("dense", nbytes, self._process_set.size()) for _, nbytes in averaged))
             self._averagings.assign_add(1)
             if self._verifier.every is not None and not alone:
                 self._verifier.count()

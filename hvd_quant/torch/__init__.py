@@ -26,7 +26,9 @@ from hvd_quant.torch.amp import GradScaler  # noqa: F401
 from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401
 from hvd_quant.torch.optimizer import DistributedOptimizer  # noqa: F401
 
-# Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.
+import hvd_quant.torch.elastic as elastic  # noqa: F401, E402 - "from ... import" would find Horovod's, just imported
+
+# Scripts also import Horovod's submodules by name: hvd_quant.torch.compression is horovod.torch.compression.
 for _name, _module in list(_sys.modules.items()):
     if _name.startswith("horovod.torch."):
         _sys.modules.setdefault(_name.replace("horovod.", "hvd_quant.", 1), _module)

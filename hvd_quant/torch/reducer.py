@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant import exchange
@@ -124,6 +125,7 @@ class Reducer:
         self._planned_for: Any = None
         self._by_host: Workers | None = None
         self.loss_scale: float | None = None  # until it is told
+        self._joined = False  # the other workers of an elastic job, whose counts this one has then
         self._amid = False  # a step: gradients have arrived that are not reduced yet
         self._grown = False  # the plan, by parameters that came since it was made
         if process_set.included():
@@ -141,8 +143,6 @@ class Reducer:
                             "leave it out of the optimizer, or use compression='none'")
         info, compressor = TensorInfo.whole(name, p.shape), self._select(name)
         self._workers(compressor)  # all workers are here when they wrap their optimizers
-        if network.ELASTIC:
-            compressor.require_no_counts()
         self._slots[name] = Slot(p, compressor, info, index, {}, (0, info.numel))
 
     # ------------------------------------------------------------------------------------------------- from the hooks
@@ -160,6 +160,7 @@ class Reducer:
     def _at(self, name: str) -> tuple[Slot, Bucket]:
         self.plan()
         if not self._amid:
+            self._require_joined()
             self._follow_scaler()
         self._amid = True
         slot = self._slots[name]
@@ -609,6 +610,40 @@ class Reducer:
         if told is not None:
             self.set_loss_scale(told)
         self._planned_for = None
+
+    # -------------------------------------------------------------------------------------------------------- elastic jobs
+
+    def snapshot(self) -> dict[str, Any]:
+        """What :meth:`go_back` takes: copies of all that is kept of gradients on this worker."""
+        slots = {name: (slot.step, slot.averaged, slot.kept, slot.piece, slot.owned, {key: value.clone() for key, value in slot.state.items()})
+                 for name, slot in self._slots.items()}
+        return {"loss_scale": self.loss_scale, "slots": slots}
+
+    def go_back(self, snapshot: dict[str, Any]) -> None:
+        """Return to a snapshot, which may be of another number of workers: then ranges move with the next plan."""
+        self.loss_scale = snapshot["loss_scale"]
+        for name, (step, averaged, kept, piece, owned, state) in snapshot["slots"].items():
+            slot = self._slots[name]
+            slot.step, slot.averaged, slot.kept, slot.piece, slot.owned = step, averaged, kept, piece, owned
+            slot.state = {key: value.clone() for key, value in state.items()}
+        self._planned_for = None
+
+    def join(self) -> None:
+        """Take worker 0's numbers of steps, as all workers of an elastic job do when some have come or gone. "ef21" begins anew,
+        since newcomers lack the mean of the estimates."""
+        counts = broadcast_object({name: (slot.step, slot.averaged) for name, slot in self._slots.items()}, name="hvd_quant.join")
+        for name, slot in self._slots.items():
+            slot.step, slot.averaged = counts.get(name, (0, 0))
+            if slot.compressor.memory == "ef21":
+                slot.step, slot.kept = 0, False
+                for value in slot.state.values():
+                    value.zero_()
+        self._joined, self._planned_for = True, None
+
+    def _require_joined(self) -> None:
+        if network.ELASTIC and not self._joined:
+            for slot in self._slots.values():
+                slot.compressor.require_no_counts()
 
     def residual_norms(self) -> dict[str, float]:
         """The 2-norm of what is kept of each parameter's gradients, an owner's included."""
