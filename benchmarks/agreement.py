@@ -35,9 +35,9 @@ def main() -> None:
     names = {p: f"layer.{i}.weight" for i, p in enumerate(parameters)}
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     verifier = agreement.Verifier(1, hvd.global_process_set)
-    topk, row = hvd_quant.get_compressor("topk"), torch.zeros(1, 40, dtype=torch.uint8)
+    topk, row = hvd_quant.get_compressor("topk"), torch.zeros(1, 32, dtype=torch.uint8)
     actions = {
-        "an allgather of 40 bytes": lambda: hvd.allgather(row, name="plain"),
+        "an allgather of 32 bytes": lambda: hvd.allgather(row, name="plain"),
         "what they train": lambda: agreement.agree("DistributedOptimizer", optimizer, names, topk, {}, hvd.global_process_set),
         "their parameters": lambda: verifier.count((name, p) for p, name in names.items())}
     times = {what: [] for what in actions}

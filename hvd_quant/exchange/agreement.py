@@ -20,7 +20,6 @@ DIGEST_ENTRIES = 2**18
 """Entries of a parameter that are multiplied with :func:`digest_weights` at once."""
 DIGEST_FACTOR = 0x5851F42D4C957F2D
 """What the digest of the entries before is multiplied with, modulo 2^64, when those of more entries are added."""
-_HEAD = 40
 
 Gather = Callable[[bytes], Sequence[bytes]]
 """An allgather: from this worker's bytes to all workers', each as many, in the order of their ranks."""
@@ -67,8 +66,8 @@ def describe(parameters: Iterable[Parameter], settings: Mapping[str, Any]) -> di
 def require_agreement(traits: Mapping[str, Trait], gather: Gather, ranks: Sequence[int]) -> None:
     """Check that all workers have the same traits; all of them come to the same result.
 
-    A worker sends 40 bytes: a hash and the length of what it would tell. Only where hashes differ is that told, padded to the
-    longest, so that no allgather depends on what differs.
+    A worker sends a hash of 32 bytes. Only where hashes differ does it tell what was hashed: first how long that is, then the text,
+    padded to the longest, so that the size of no allgather depends on what differs.
 
     Arguments:
         traits: of this worker.
@@ -78,11 +77,10 @@ def require_agreement(traits: Mapping[str, Trait], gather: Gather, ranks: Sequen
     Raises:
         ValueError: naming the first trait that differs, who has it how, and what to do.
     """
-    text = json.dumps(traits).encode()
-    compared = json.dumps({name: trait.compared for name, trait in traits.items()}).encode()
-    heads = gather(hashlib.sha256(compared).digest() + len(text).to_bytes(_HEAD - 32, "little"))
-    if len({head[:32] for head in heads}) > 1:
-        longest = max(int.from_bytes(head[32:], "little") for head in heads)
+    compared = repr([(name, trait.compared) for name, trait in traits.items()])
+    if len(set(gather(hashlib.sha256(compared.encode()).digest()))) > 1:
+        text = json.dumps(traits).encode()
+        longest = max(int.from_bytes(row, "little") for row in gather(len(text).to_bytes(8, "little")))
         told = [json.loads(row) for row in gather(text.ljust(longest))]
         raise ValueError(difference([{name: Trait(*trait) for name, trait in worker.items()} for worker in told], ranks))
 

@@ -98,7 +98,8 @@ class Reducing:
 
     def _hvd_agree_on(self) -> dict[str, Any]:
         """Arguments that the reducer doesn't have and that have to be the same on all workers."""
-        return {"backward_passes_per_step": self._hvd_settings.passes, "average_aggregated_gradients": self._hvd_settings.average_passes,
+        return {"backward_passes_per_step": self._hvd_settings.passes,
+                "average_aggregated_gradients": self._hvd_settings.average_passes,
                 "gradient_accumulation_steps": getattr(self, "gradient_accumulation_steps", None)}
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:

@@ -75,7 +75,8 @@ def DistributedGradientTape(
     tape._hvd_compression, tape._hvd_process_set = compression, process_set
     tape._hvd_settings = {"op": op, "predivide": gradient_predivide_factor, "groups": groups,
                           "sparse_as_dense": sparse_as_dense, "process_set": process_set,
-                          "bucket_bytes": checked_bucket_bytes(bucket_bytes), "verify_every": checked_every(verify_every, network.ELASTIC)}
+                          "bucket_bytes": checked_bucket_bytes(bucket_bytes),
+                          "verify_every": checked_every(verify_every, network.ELASTIC)}
     tape._hvd_scale_local, tape._hvd_local, tape._hvd_reducer = scale_local_gradients, set(), None
     tape._hvd_loss_scale = None
     return tape

@@ -37,10 +37,10 @@ def together(workers, ranks):
         return list(pool.map(run, range(len(workers)))), gathered
 
 
-def test_workers_that_agree_send_forty_bytes():
+def test_workers_that_agree_send_a_hash():
     said, gathered = together([agreement.describe([WEIGHT, BIAS], SETTINGS)] * 4, range(4))
     assert said == [None] * 4
-    assert [[len(row) for row in rows] for rows in gathered] == [[40] * 4]
+    assert [[len(row) for row in rows] for rows in gathered] == [[32] * 4]
 
 
 @pytest.mark.parametrize("odd, sentence", [
@@ -63,7 +63,7 @@ def test_the_first_difference_is_named_by_all(odd, sentence):
     like, other = agreement.describe([WEIGHT, BIAS], SETTINGS), agreement.describe(*odd)
     said, gathered = together([like, other, like, like], [0, 3, 5, 7])
     assert len(set(said)) == 1 and said[0].startswith("workers differ: ranks 0, 5 and 7 have ") and sentence in said[0]
-    assert len(gathered) == 2 and all(len({len(row) for row in rows}) == 1 for rows in gathered)
+    assert len(gathered) == 3 and all(len({len(row) for row in rows}) == 1 for rows in gathered)
 
 
 def test_three_sides():
