@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvd_quant.compressors import Compressor
@@ -61,6 +61,63 @@ def check(state: Mapping[str, Any], rank: int | None, world: int | None) -> tupl
         raise ValueError(f"the compression state is damaged: {type(error).__name__}: {error}; it should be what was "
                          "saved") from error
     return tensors, shapes
+
+
+_LINEAR = ("residual", "velocity", "average", "estimate")
+"""State of which the mean over the workers is what reaches the optimizer."""
+
+
+def of_this_worker(states: Any, average: bool, rank: int | None, world: int | None) -> Any:
+    """The state that a worker takes up of a list of all workers' states: its own, or, where they were another number of workers, an
+    equal share of what all of them had kept. What is given is handed back if it is no list.
+
+    An owner's residual is of a mean, so it goes into each share; a share of "ef21" has what an owner has left out of the mean taken
+    off its estimate. Of a code's own state that is kept which is the same on all workers, such as PowerSGD's Q.
+
+    Arguments:
+        states: as :func:`saved` makes them, one a worker, in any order.
+        average: whether gradients are averaged, or else summed: then shares add up to what had been kept.
+        rank, world: of this worker now.
+
+    Raises:
+        ValueError: if one is missing, or two are of the same worker, or they are of hierarchical exchange, in which each worker keeps a
+            part of a tensor.
+    """
+    if not isinstance(states, Sequence):
+        return states
+    found = sorted((state.get("rank"), state.get("world")) for state in states)
+    if found != [(i, len(states)) for i in range(len(states))]:
+        raise ValueError(f"{len(states)} compression states are of the workers {', '.join(f'{one} of {all}' for one, all in found)}; give "
+                         "one of each worker that there was")
+    states = sorted(states, key=lambda state: state["rank"])
+    if len(states) == world:
+        return states[rank]
+    tensors = {name: _share(name, [state["tensors"][name] for state in states], average, world) for name in states[0]["tensors"]}
+    return {**states[0], "rank": rank, "world": world, "tensors": tensors}
+
+
+def _share(name: str, each: list[dict[str, Any]], average: bool, world: int | None) -> dict[str, Any]:
+    """What one of ``world`` workers takes up of what each had kept of a tensor."""
+    piece = each[0]["piece"]
+    if any(one["piece"] != piece for one in each):
+        raise ValueError(f"the compression state of {name} is of hierarchical exchange, which can't be shared out among another number of "
+                         f"workers: start without it, or with {len(each)} workers")
+    factor = 1.0 if average else len(each) / world  # of the mean
+    state = {}
+    for key, first in each[0]["state"].items():
+        values = [one["state"].get(key) for one in each]
+        if key.startswith(OWNER) or any(value is None or value.shape != first.shape for value in values):
+            continue
+        if key in _LINEAR:
+            state[key] = sum(values[1:], start=first + 0) * (factor / len(each))
+        elif all(bool((value == first).all()) for value in values):
+            state[key] = first
+    into, sign = ("residual", 1) if "residual" in state else ("estimate", -1)
+    for one in each:
+        kept, (a, b) = one["state"].get(f"{OWNER}residual"), one["owned"]
+        if kept is not None and into in state:
+            state[into][a - piece[0]:b - piece[0]] += sign * factor * kept
+    return {**each[0], "state": state, "owned": [0, 0], "travels": "none"}  # which is decided anew
 
 
 def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | None,

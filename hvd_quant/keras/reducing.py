@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -72,8 +72,9 @@ class Reducing:
         """
         return self._hvd_built().state_dict()
 
-    def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state that :meth:`compression_state_dict` returned on the same worker.
+    def load_compression_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Take up the state that :meth:`compression_state_dict` returned on the same worker, or a list of those of all workers, which
+        may have been another number: what would have reached the optimizer is kept, in equal shares.
 
         Raises:
             ValueError: before the optimizer is built, and for a state that is another worker's or damaged.

@@ -80,9 +80,9 @@ class Reducer(tf.Module):
         """See :meth:`State.state_dict`."""
         return self.state.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """See :meth:`State.load_state_dict`."""
-        self.state.load_state_dict(state)
+        self.state.load_state_dict(state, self._op == Average)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:

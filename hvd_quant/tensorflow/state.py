@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, advice, memory
 from hvd_quant.exchange import rows
-from hvd_quant.exchange.checkpoint import OWNER, restored, saved
+from hvd_quant.exchange.checkpoint import OWNER, of_this_worker, restored, saved
 from hvd_quant.exchange.stats import Bucket, Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
 from hvd_quant.tensorflow import network
@@ -324,14 +324,19 @@ class State(tf.Module):
                 state["tensors"][name]["averaged"] = int(slot.averaged)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], average: bool = True) -> None:
+        """Take up what :meth:`state_dict` returned, or of a list of what it returned on all workers, which may have been another
+        number, this worker's part; what no longer fits is reset, with a line in the log.
 
         Where names differ, as those of layers do when Keras makes them up again, variables are told apart by their places.
+
+        Arguments:
+            average: whether gradients are averaged, or else summed, on which shares among another number of workers depend.
 
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
+        state = of_this_worker(state, average, **self._whose())
         tensors = state.get("tensors")
         if isinstance(tensors, Mapping) and len(tensors) == len(self.slots) and tensors.keys() != self.slots.keys():
             state = {**state, "tensors": dict(zip(self.slots, tensors.values()))}

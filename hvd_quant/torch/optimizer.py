@@ -378,5 +378,6 @@ class _Compressed:
         return self._reducer.state_dict()
 
     def load_compression_state_dict(self, state):
-        """Take up the state that :meth:`compression_state_dict` returned on the same worker."""
+        """Take up the state that :meth:`compression_state_dict` returned on the same worker, or a list of those of all workers, which
+        may have been another number: what would have reached the optimizer is kept, in equal shares."""
         self._reducer.load_state_dict(state)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
-from horovod.torch.mpi_ops import ProcessSet
+from horovod.torch.mpi_ops import Average, ProcessSet
 
 from hvd_quant import exchange
 from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.compressors.base import is_number
 from hvd_quant.exchange import buckets, cost, rows
-from hvd_quant.exchange.checkpoint import OWNER, check, restored, saved
+from hvd_quant.exchange.checkpoint import OWNER, check, of_this_worker, restored, saved
 from hvd_quant.exchange.stats import Bucket as BucketCosts
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.ops import torch as ops
@@ -579,13 +579,15 @@ class Reducer:
             return {"rank": None, "world": None}
         return {"rank": self.process_set.rank(), "world": self.process_set.size()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state_dict` returned; what no longer fits is reset, with a line in the log.
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take up what :meth:`state_dict` returned, or of a list of what it returned on all workers this worker's part; what no
+        longer fits is reset, with a line in the log.
 
         Raises:
             ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
         """
         self.plan()
+        state = of_this_worker(state, self.op == Average, **self._whose())
         check(state, **self._whose())
         found = state["tensors"]
         for name, slot in self._slots.items():

@@ -168,6 +168,20 @@ def test_a_checkpoint_a_worker_resumes_bit_for_bit(scaled, tmp_path):
         fresh()[1].compression_state_dict()
 
 
+@pytest.mark.parametrize("op, share", [(hvd.Average, 2.0), (hvd.Sum, 6.0 / WORLD)])
+def test_the_states_of_another_number_of_workers_are_shared_out(op, share):
+    model = network()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TOPK, op=op)
+    optimizer.build(model.trainable_variables)
+    kept = optimizer.compression_state_dict()
+    states = [{**kept, "rank": rank, "world": 3, "tensors": {
+        name: {**one, "state": {key: np.full_like(value, rank + 1.0) for key, value in one["state"].items()}, "step": 5}
+        for name, one in kept["tensors"].items()}} for rank in range(3)]
+    optimizer.load_compression_state_dict(states)
+    assert residuals(optimizer) and all((value == np.float32(share)).all() for value in residuals(optimizer).values())
+    assert {one["step"] for one in optimizer.compression_state_dict()["tensors"].values()} == {5}
+
+
 def test_elastic_state():
     """As Horovod tests it, and compression state is each worker's own."""
     model = network(seed=RANK)

@@ -515,3 +515,24 @@ def test_adasum_with_uncompressed_and_fp16_gradients():
         train(model, optimizer, range(2))
         assert_same_everywhere(flat(model))
         assert optimizer.compression_stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_state_of_another_number_of_workers_reaches_the_optimizer(op):
+    """In a step without gradients, dense, so that all of it does."""
+    numel, before = 4096, WORLD + 1
+    draw = torch.Generator().manual_seed(1)
+    kept, cuts = torch.randn(before, numel, generator=draw), [numel * i // before for i in range(before + 1)]
+    of_owners = torch.randn(numel, generator=draw)
+    states = [{"version": 1, "rank": rank, "world": before, "tensors": {"w": {
+        "compressor": "onebit", "step": 3, "piece": [0, numel], "owned": cuts[rank:rank + 2],
+        "state": {"residual": kept[rank], "owner.residual": of_owners[cuts[rank]:cuts[rank + 1]]}}}} for rank in range(before)]
+    w = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=1.0), [("w", w)], "onebit:min_numel=0,exchange=sra,warmup=9", op=op)
+    optimizer.load_compression_state_dict(states)
+    (w * 0).sum().backward()
+    optimizer.step()
+    expected = kept.mean(0) + of_owners
+    torch.testing.assert_close(-w.detach(), expected if op == hvd.Average else before * expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="give one of each worker"):
+        optimizer.load_compression_state_dict(states[1:])

@@ -182,3 +182,55 @@ def test_state_is_restored_where_it_is_of_the_same_entries(fits, kept, caplog):
     assert set(values) == kept and step == (0 if "name" in fits else 3)
     told = {record.getMessage().split()[2] for record in caplog.records if "starts at zero" in record.getMessage()}
     assert told == {"residual", "owner.residual"} - kept
+
+
+# ------------------------------------------------------------------------------------------- another number of workers
+
+def states_of(world, numel=4096, linear="residual", **more):
+    """What each of so many workers has kept of a tensor, owners of ranges too, as random numbers."""
+    rng, cuts = np.random.default_rng(world), np.linspace(0, numel, world + 1).astype(int).tolist()
+    return [{"version": 1, "rank": rank, "world": world, "loss_scale": 1.0, "tensors": {"w": {
+        "compressor": "onebit", "step": 7, "averaged": 3, "travels": "onebit:exchange=sra", "piece": [0, numel],
+        "owned": cuts[rank:rank + 2], "state": {
+            linear: rng.normal(size=numel).astype(np.float32), "velocity": rng.normal(size=numel).astype(np.float32),
+            "owner.residual": rng.normal(size=cuts[rank + 1] - cuts[rank]).astype(np.float32), "q": np.arange(3.0),
+            "threshold": np.full(2, float(rank))}, **more}}} for rank in range(world)]
+
+
+def reaches(states, average, linear="residual"):
+    """What is still to reach the optimizer."""
+    tensors = [state["tensors"]["w"] for state in states]
+    total = np.sum([one["state"][linear] for one in tensors], 0, np.float64)
+    for one in tensors:
+        if "owner.residual" in one["state"]:
+            total[slice(*one["owned"])] += (len(states) if linear == "residual" else -len(states)) * one["state"]["owner.residual"]
+    return total / len(states) if average else total
+
+
+@pytest.mark.parametrize("linear", ["residual", "estimate"])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("before, now", [(4, 2), (4, 8), (3, 1), (1, 3)])
+def test_what_has_not_reached_the_optimizer_is_kept_by_another_number_of_workers(before, now, average, linear):
+    states = states_of(before, linear=linear)
+    shares = [checkpoint.of_this_worker(states[::-1], average, rank, now) for rank in range(now)]
+    np.testing.assert_allclose(reaches(shares, average, linear), reaches(states, average, linear), rtol=0, atol=1e-5)
+    for rank, share in enumerate(shares):
+        one = share["tensors"]["w"]
+        assert (share["rank"], share["world"], one["step"], one["averaged"], one["travels"]) == (rank, now, 7, 3, "none")
+        assert one["state"].keys() == {linear, "velocity", "q"} | ({"threshold"} if before == 1 else set())
+        np.testing.assert_allclose(one["state"]["velocity"] * (1 if average else now / before),
+                                   np.mean([state["tensors"]["w"]["state"]["velocity"] for state in states], 0), atol=1e-6)
+
+
+def test_as_many_workers_take_their_own_state():
+    states = states_of(3)
+    assert checkpoint.of_this_worker(states[::-1], True, 1, 3) is states[1] and checkpoint.of_this_worker(states[1], True, 1, 3) is states[1]
+
+
+@pytest.mark.parametrize("change, sentence", [
+    (lambda states: states[:3], "3 compression states are of the workers 0 of 4, 1 of 4, 2 of 4; give one of each"),
+    (lambda states: [*states[:3], states[2]], "4 compression states are of the workers 0 of 4, 1 of 4, 2 of 4, 2 of 4; give"),
+    (lambda states: [*states[:3], states_of(4, piece=[0, 99])[3]], "the compression state of w is of hierarchical exchange")])
+def test_states_that_cannot_be_shared_out(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint.of_this_worker(change(states_of(4)), True, 0, 2)
