@@ -21,13 +21,29 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test clean
+.PHONY: demo test fuzz sanitize stress threads clean
 
 demo: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python examples/pytorch/demo.py
 
 test: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python -m pytest $(TESTS)
+
+# What takes longer than the tests have: SECONDS for each decoder (clang++ with libFuzzer) and for the threads, EXCHANGES in all.
+SECONDS ?= 600
+EXCHANGES ?= 10000
+
+fuzz:
+	@tests/native/run fuzz $(SECONDS)
+
+threads:
+	@tests/native/run threads $(SECONDS)
+
+sanitize: $(DONE)/package
+	@tests/sanitize/run
+
+stress: $(DONE)/package $(DONE)/horovod
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/horovodrun -np 4 --gloo $(BIN)/python tests/stress.py --exchanges $(EXCHANGES)
 
 clean:
 	rm -rf .venv build *.egg-info hvd_quant/*.so

@@ -15,6 +15,7 @@ from hvd_quant.torch import network
 from hvd_quant.torch.exchanges import Cargo
 from hvd_quant.torch.reducer import Reducer
 from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests import stress
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat, network as small_network, on_all, train, wrap
 
 SHAPES = {"one": (1,), "seven": (7,), "byte": (255,), "more": (257,), "matrix": (50, 100), "large": (70000,), "image": (8, 4, 3, 3)}
@@ -636,3 +637,11 @@ def test_the_exchange_that_was_the_fastest_in_a_rehearsal_is_taken(fastest, monk
             kept[a:b] += owned
     torch.testing.assert_close(-parameters["large"].detach() + kept, total, rtol=0, atol=1e-5)  # lr=1: nothing is lost
     assert_same_everywhere(parameters["large"])
+
+
+def test_tensors_of_random_sizes_that_arrive_in_random_orders():
+    """A round of `make stress`."""
+    if WORLD < 4:
+        pytest.skip("the launch with four workers runs it")
+    exchanges, worst = stress.stress_round(seed=2, number=0)
+    assert exchanges == 240 and worst <= 1
