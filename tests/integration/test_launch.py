@@ -15,7 +15,7 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
-    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_*", {}),
+    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
