@@ -142,18 +142,22 @@ def test_an_optimizer_of_tensorflow_1_in_a_session_and_eagerly():
     np.testing.assert_allclose(ours["none"], ours["onebit:block_size=64,min_numel=0"], rtol=1e-5)
 
 
-def test_an_optimizer_of_tensorflow_1_that_accumulates():
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_optimizer_of_tensorflow_1_that_accumulates(momentum):
+    spec, expected = f"onebit:block_size=64,min_numel=0,warmup=1,momentum={momentum}", 0.0
     with tf.Graph().as_default():
         w = tf.compat.v1.get_variable("w", initializer=np.zeros(300, np.float32))
         optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=3,
-                                             compression="onebit:block_size=64,min_numel=0,warmup=1")
+                                             compression=spec)
         train_op = optimizer.minimize(tf.reduce_sum(w) * (RANK + 1.0))
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             session.run(tf.compat.v1.local_variables_initializer())
             for i in range(7):
                 session.run(train_op)
-                expected = -((i + 1) // 3) * 3 * np.mean([r + 1.0 for r in range(WORLD)])
+                if i % 3 == 2:
+                    velocity = momentum * (velocity if i > 2 else 0) + 3 * np.mean([r + 1.0 for r in range(WORLD)])
+                    expected -= velocity
                 np.testing.assert_allclose(session.run(w), np.full(300, expected), rtol=1e-6)
 
 
