@@ -43,7 +43,7 @@ def test_launch(framework, controller, workers, kind, tests, environment):
                    "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if workers > 2:  # Horovod fuses what happens to be ready, so among more than two workers fp32 sums vary between runs
         environment["HOROVOD_FUSION_THRESHOLD"] = "0"
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     passed = re.findall(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and len(passed) == workers, f"{run.stdout[-15000:]}\n{run.stderr[-3000:]}"
     print(f"{passed[0]} tests passed on each of {workers} workers over {controller}")

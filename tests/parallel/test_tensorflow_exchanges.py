@@ -179,7 +179,7 @@ def test_damage_that_one_owner_sees_is_told_by_all(monkeypatch, compressor, coll
     with monkeypatch.context() as patch:
         damaged(patch, collective, WORLD - 1, flipped)
         with pytest.raises(tf.errors.DataLossError) as caught:
-            tf.function(lambda: reducer._exchange_all(grads, (0, 1)), autograph=False)()
+            tf.function(lambda: reducer._exchange_all(grads, (0, 1), (0, 0)), autograph=False)()
     sentence = sentence_of(caught.value)
     assert re.match(r"v1: (worker 0 failed to encode its gradient: )?payload (has checksum|is damaged)", sentence)
     assert ("worker 0 failed" in sentence) == (collective == "alltoall")
