@@ -18,7 +18,7 @@ LAUNCHES = {
     "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
-    "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_*", {}),
+    "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!a]*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
