@@ -22,13 +22,12 @@ from horovod.torch import *  # noqa: F403
 
 from hvd_quant import Compression  # noqa: F401
 from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.torch import elastic_state as _elastic_state  # noqa: F401 - hvd.elastic.TorchState knows compressed optimizers from here on
 from hvd_quant.torch.amp import GradScaler  # noqa: F401
 from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401
 from hvd_quant.torch.optimizer import DistributedOptimizer  # noqa: F401
 
-import hvd_quant.torch.elastic as elastic  # noqa: F401, E402 - "from ... import" would find Horovod's, just imported
-
-# Scripts also import Horovod's submodules by name: hvd_quant.torch.compression is horovod.torch.compression.
+# Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.
 for _name, _module in list(_sys.modules.items()):
     if _name.startswith("horovod.torch."):
         _sys.modules.setdefault(_name.replace("horovod.", "hvd_quant.", 1), _module)

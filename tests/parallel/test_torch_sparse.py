@@ -218,7 +218,7 @@ def test_a_process_set():
             step(p, optimizer, given(i, RANK))
         if RANK in members:
             kinds = optimizer.compression_stats()["exchanges"]
-            rows = hvd.allgather(p.detach().view(1, -1), process_set=some)
+            rows = hvd.allgather(p.detach().view(1, -1), name="of_the_set", process_set=some)
             assert kinds == {"sparse": ["p"]} and torch.equal(rows[0], rows[-1])
     finally:
         hvd.remove_process_set(some)

@@ -1,4 +1,4 @@
-"""Elastic training: horovod.torch.elastic, whose ``TorchState`` keeps compression state too.
+"""Elastic training: what Horovod's ``TorchState`` does with a compressed optimizer, once this is imported.
 
 Compression state is each worker's own. After a failure it goes back to the last commit like everything else; when workers come and
 go, those that stay keep theirs, and newcomers begin with nothing kept and the others' numbers of steps.
@@ -6,13 +6,8 @@ go, those that stay keep theirs, and newcomers begin with nothing kept and the o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from horovod.torch.elastic import ElasticSampler, TorchState, run
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
-
-__all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 class CompressedOptimizerHandler(OptimizerStateHandler):
