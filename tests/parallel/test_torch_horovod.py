@@ -1,10 +1,9 @@
 """Horovod's stock optimizer with our compressors, and Horovod's own API through our import."""
 
+import dataclasses
 import warnings
 
 import horovod.torch as stock
-import dataclasses
-
 import pytest
 import torch
 
