@@ -60,6 +60,7 @@ ROWS = [
                "threshold:tau=0.01", "adaptive", "topk", "topk:ratio=0.001", "topk:values=sign", "topk:values=2bit",
                "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error", "topk:memory=ef21", "randomk",
                "powersgd"]),
+    Row("none:momentum=0.9", lr=_WITH_MOMENTUM),
     Row("topk:momentum=0.9", lr=_WITH_MOMENTUM),
     Row("topk:ratio=0.001,momentum=0.9,nesterov=true,schedule=dgc,schedule_steps=100", lr=_WITH_MOMENTUM),
     Row("averaged every 4 steps", every=4, compression="none"),
