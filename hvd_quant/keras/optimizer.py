@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum, global_process_set
 
-from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import buckets
 from hvd_quant.exchange.agreement import checked_every
 from hvd_quant.keras.reducing import Settings, reducing

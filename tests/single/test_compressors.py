@@ -9,7 +9,7 @@ import pytest
 
 from hvd_quant import TensorInfo, exchange, get_compressor, registry, wire
 from hvd_quant.ops import generic, layout
-from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests.conftest import CODECS
 
 BACKENDS = {"generic": (generic, np.array)}
 try:

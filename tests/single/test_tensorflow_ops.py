@@ -16,7 +16,7 @@ ops = pytest.importorskip("hvd_quant.ops.tensorflow", exc_type=ImportError)
 
 from hvd_quant import wire  # noqa: E402
 from hvd_quant.ops import generic  # noqa: E402
-from hvd_quant.ops.layout import sample_size, slots_for  # noqa: E402
+from hvd_quant.ops.layout import sample_size  # noqa: E402
 from tests.single.codes import (CASTS, CODECS, FUZZED, INPUTS, SIZES, Codec, assert_same_payload,  # noqa: E402
                                 assert_same_residual, bits, mutations, normal, zeros)
 
