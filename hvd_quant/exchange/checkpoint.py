@@ -85,19 +85,30 @@ def of_this_worker(states: Any, average: bool, rank: int | None, world: int | No
     """
     if not isinstance(states, Sequence):
         return states
-    found = sorted((state.get("rank"), state.get("world")) for state in states)
-    if found != [(i, len(states)) for i in range(len(states))]:
+    if not all(isinstance(state, Mapping) for state in states):
+        raise ValueError(f"a list of {', '.join(sorted({type(state).__name__ for state in states}))} is not one of compression states; give "
+                         "what each worker saved")
+    found = [(state.get("rank"), state.get("world")) for state in states]
+    if len(found) != len(set(found)) or set(found) != {(i, len(states)) for i in range(len(states))}:
         raise ValueError(f"{len(states)} compression states are of the workers {', '.join(f'{one} of {all}' for one, all in found)}; give "
                          "one of each worker that there was")
     states = sorted(states, key=lambda state: state["rank"])
     if len(states) == world:
         return states[rank]
+    for i, state in enumerate(states):
+        check(state, i, len(states))
+        if state["tensors"].keys() != states[0]["tensors"].keys():
+            raise ValueError(f"the compression state of worker {i} is of other parameters than worker 0's: give states of the same step of "
+                             "the same job")
     tensors = {name: _share(name, [state["tensors"][name] for state in states], average, world) for name in states[0]["tensors"]}
     return {**states[0], "rank": rank, "world": world, "tensors": tensors}
 
 
 def _share(name: str, each: list[dict[str, Any]], average: bool, world: int | None) -> dict[str, Any]:
     """What one of ``world`` workers takes up of what each had kept of a tensor."""
+    if not all("piece" in one and "owned" in one for one in each):
+        raise ValueError(f"the compression state of {name} doesn't say of which entries it is, as an older version saved it: load it with "
+                         f"{len(each)} workers, and save it again")
     piece = each[0]["piece"]
     if any(one["piece"] != piece for one in each):
         raise ValueError(f"the compression state of {name} is of hierarchical exchange, which can't be shared out among another number of "

@@ -230,6 +230,12 @@ def test_as_many_workers_take_their_own_state():
 @pytest.mark.parametrize("change, sentence", [
     (lambda states: states[:3], "3 compression states are of the workers 0 of 4, 1 of 4, 2 of 4; give one of each"),
     (lambda states: [*states[:3], states[2]], "4 compression states are of the workers 0 of 4, 1 of 4, 2 of 4, 2 of 4; give"),
+    (lambda states: [*states[:3], {**states[3], "rank": None}], "0 of 4, 1 of 4, 2 of 4, None of 4; give"),
+    (lambda states: [*states[:3], [1, 2]], "a list of dict, list is not one of compression states; give what each worker saved"),
+    (lambda states: [*states[:3], {**states[3], "tensors": {}}], "worker 3 is of other parameters than worker 0's"),
+    (lambda states: [*states[:3], {**states[3], "tensors": None}], "the compression state is damaged"),
+    (lambda states: [{**state, "tensors": {"w": {key: state["tensors"]["w"][key] for key in ("compressor", "step", "state")}}}
+                     for state in states], "w doesn't say of which entries it is"),
     (lambda states: [*states[:3], states_of(4, piece=[0, 99])[3]], "the compression state of w is of hierarchical exchange")])
 def test_states_that_cannot_be_shared_out(change, sentence):
     with pytest.raises(ValueError, match=sentence):
