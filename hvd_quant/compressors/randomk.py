@@ -14,7 +14,7 @@ from hvd_quant.registry import register
 @register
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Random entries, of which all workers know the places; 1/100 of fp32 at 1 %, over Horovod's allreduce.
+    """Random entries, of which all workers know the places; 1/10 of fp32, over Horovod's allreduce.
 
     v = g + e; k = ceil(ratio * N) entries are drawn anew at each step, from (seed, parameter name, step), by all workers alike:
     one of each stretch of N / k, and each entry with the same probability k / N. They are sent as fp32 and leave e = 0; the
@@ -26,14 +26,14 @@ class RandomK(Compressor):
     Source: Stich, Cordonnier, Jaggi 2018 (sparsified SGD with memory); Wangni, Wang, Liu, Zhang 2018 (unbiased).
 
     Arguments:
-        ratio: the fraction of entries that is sent.
+        ratio: the fraction of entries that is sent; they are late by 1 / ratio steps on average.
         seed: of the draws.
     """
 
     name = "randomk"
     native = True
     linear = True
-    ratio: float = 0.01
+    ratio: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
