@@ -22,6 +22,14 @@ else:
         os.environ["HVD_QUANT_SIMD"] = "plain"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def brief():
+    """What "auto" measures before it chooses takes a fraction of the seconds that it takes elsewhere: speed isn't judged here."""
+    from hvd_quant.exchange import cost
+
+    cost._REHEARSING, cost.SAMPLE = 0.1, 2**16
+
+
 @pytest.fixture(autouse=True)
 def together():
     """Workers start each test together, so that a collective of one can't meet the next one's."""
