@@ -223,6 +223,7 @@ class Simulation:
 
     def __init__(self, scheme, name, numel, workers, index):
         self.scheme, self.name, self.n, self.step = scheme, name, workers, 0
+        self.sent = []  # in the last step, what each worker's payload decodes to; nothing where it went dense
         names = ("residual", "velocity", "estimate", "mean", "average", "magnitudes")
         self.states = [{name: np.zeros(numel, np.float32) for name in names} | {"threshold": np.zeros(2, np.float32)}
                        for _ in range(workers)]
@@ -301,6 +302,7 @@ class Simulation:
 
     def reduce(self, gradients, parameters):
         """What each worker's optimizer gets."""
+        self.sent = []
         results = self._reduce(gradients, parameters)
         self.step += 1
         return results
@@ -337,6 +339,7 @@ class Simulation:
                 state["residual"] = v - sent[-1]
             else:
                 sent.append(self.code(g - state["estimate"], rank))
+        self.sent = sent
         mean = self.exchange(sent)
         results = []
         for g, state, own in zip(gradients, self.states, sent):
@@ -405,8 +408,8 @@ def train(scheme, shapes, workers, steps, lr=0.1):
     """Plain SGD of all workers from the same start, on mean gradients; those of a step are drawn until none is near a decision.
 
     Returns:
-        Of each step and worker, the tensors' gradients, what the optimizer got, and the parameters after it, by name; and the
-        simulations by name.
+        Of each step and worker, the tensors' gradients, what the optimizer got, the parameters after it, and what was sent, by name;
+        and the simulations by name.
     """
     random, sizes = np.random.default_rng(0), {name: math.prod(shape) for name, shape in shapes.items()}
     simulations = {name: Simulation(scheme, name, size, workers, i) for i, (name, size) in enumerate(sizes.items())}
@@ -420,7 +423,7 @@ def train(scheme, shapes, workers, steps, lr=0.1):
             if scheme.average_every and (step + 1) % scheme.average_every == 0:
                 mean = np.mean(parameters[name], axis=0, dtype=np.float64).astype(np.float32)
                 parameters[name] = [mean] * workers
-        history.append((gradients, results, parameters.copy()))
+        history.append((gradients, results, parameters.copy(), {name: one.sent for name, one in simulations.items()}))
     return history, simulations
 
 

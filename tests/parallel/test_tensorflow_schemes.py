@@ -113,7 +113,7 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
     runs, steps, state = simulated()
     key = scheme.spec, op
     history, simulations = runs[scheme.spec]
-    for (_, mean, after), (results, values) in zip(history, steps):
+    for (_, mean, after, _), (results, values) in zip(history, steps):
         for i, name in enumerate(SHAPES):
             expected = mean[name][RANK] * np.float32(1 if op == "average" else WORLD)
             scale = abs(expected).max()

@@ -13,6 +13,8 @@ import torch
 import hvd_quant.torch as hvd
 from hvd_quant import get_compressor
 from hvd_quant.exchange import hosts
+from hvd_quant.ops import generic
+from hvd_quant.torch import exchanges
 from tests.parallel import simulation
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
@@ -28,16 +30,34 @@ def simulated(scheme, workers=WORLD):
 
 
 @pytest.mark.parametrize("scheme, op", simulation.RUNS, ids=lambda x: getattr(x, "spec", x))
-def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
+def test_the_same_as_a_simulation_from_the_formulas(scheme, op, monkeypatch):
+    """In what is sent, what optimizers get, and what is kept."""
+    encode, payloads = exchanges.Cargo._encode, []
+
+    def encode_and_note(cargo, vector, state, params, info):
+        payload = encode(cargo, vector, state, params, info)
+        if info.phase == 0:
+            payloads.append((info, payload.numpy().copy(), cargo.compressor))
+        return payload
+
+    monkeypatch.setattr(exchanges.Cargo, "_encode", encode_and_note)
     history, simulations = simulated(scheme)
     factor, op = (1, hvd.Average) if op == "average" else (WORLD, hvd.Sum)
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     sgd = torch.optim.SGD(parameters.values(), lr=0.1 / factor)
     optimizer = hvd.DistributedOptimizer(sgd, parameters.items(), scheme.spec, op=op)
-    for step, (gradients, results, after) in enumerate(history):
+    for step, (gradients, results, after, sent) in enumerate(history):
+        payloads.clear()
         for name, p in parameters.items():
             p.grad = torch.from_numpy(gradients[name][RANK].copy()).view(p.shape)
         optimizer.step()
+        decoded = {name: np.zeros(p.numel(), np.float32) for name, p in parameters.items() if sent[name]}
+        for info, payload, compressor in payloads:
+            compressor.decode_sum(generic, [payload], info, decoded[info.name][slice(*info.range)])
+        for name, vector in decoded.items():
+            expected = sent[name][RANK]
+            np.testing.assert_allclose(vector, expected, rtol=0, atol=0 if scheme.exact else 2e-6 * abs(expected).max(),
+                                       err_msg=f"sent of {name} in step {step}")
         for name, p in parameters.items():
             expected, at = results[name][RANK] * np.float32(factor), f"{name} in step {step}"
             scale = abs(expected).max()
@@ -58,7 +78,7 @@ def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
         history, simulations = simulated(scheme, 2)
         parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), scheme.spec)
-        for gradients, results, _ in history:
+        for gradients, results, *_ in history:
             for name, p in parameters.items():
                 p.grad = torch.from_numpy(gradients[name][RANK // 2] * np.float32(0.5 + RANK % 2)).view(p.shape)
             optimizer.step()
