@@ -63,26 +63,32 @@ def describe(parameters: Iterable[Parameter], settings: Mapping[str, Any]) -> di
     return traits | {name: Trait(str(value), str(value)) for name, value in settings.items()}
 
 
-def require_agreement(traits: Mapping[str, Trait], gather: Gather, ranks: Sequence[int]) -> None:
+def require_agreement(traits: Mapping[str, Trait], gather: Gather, ranks: Sequence[int], number: int = 0) -> int:
     """Check that all workers have the same traits; all of them come to the same result.
 
-    A worker sends a hash of 32 bytes. Only where hashes differ does it tell what was hashed: first how long that is, then the text,
+    A worker sends a hash of 32 bytes and a number. Only where hashes differ does it tell what was hashed: first how long that is, then the text,
     padded to the longest, so that the size of no allgather depends on what differs.
 
     Arguments:
         traits: of this worker.
         gather: to all workers and back.
         ranks: of the workers.
+        number: what need not be the same.
+
+    Returns:
+        The largest number of all workers.
 
     Raises:
         ValueError: naming the first trait that differs, who has it how, and what to do.
     """
     compared = repr([(name, trait.compared) for name, trait in traits.items()])
-    if len(set(gather(hashlib.sha256(compared.encode()).digest()))) > 1:
+    rows = gather(hashlib.sha256(compared.encode()).digest() + number.to_bytes(8, "little"))
+    if len({row[:32] for row in rows}) > 1:
         text = json.dumps(traits).encode()
         longest = max(int.from_bytes(row, "little") for row in gather(len(text).to_bytes(8, "little")))
         told = [json.loads(row) for row in gather(text.ljust(longest))]
         raise ValueError(difference([{name: Trait(*trait) for name, trait in worker.items()} for worker in told], ranks))
+    return max(int.from_bytes(row[32:], "little") for row in rows)
 
 
 def difference(workers: Sequence[Mapping[str, Trait]], ranks: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from hvd_quant.torch import network
 
 
 def agree(wrapper: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], compression: Any,
-          settings: Mapping[str, Any], process_set: ProcessSet) -> None:
+          settings: Mapping[str, Any], process_set: ProcessSet, number: int = 0) -> int:
     """Check that the workers are about to wrap the same optimizer with the same arguments; all of them call this together.
 
     Arguments:
@@ -26,6 +26,10 @@ def agree(wrapper: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.T
         names: of its parameters, for those that have one.
         compression: as in :func:`hvd_quant.registry.resolve`.
         settings: the other arguments.
+        number: what need not be the same.
+
+    Returns:
+        The largest number of all workers.
 
     Raises:
         ValueError: on all workers, as :func:`hvd_quant.exchange.agreement.require_agreement` does.
@@ -41,7 +45,7 @@ def agree(wrapper: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.T
     named = {p: one.name for p, one in zip((p for group in optimizer.param_groups for p in group["params"]), parameters)}
     told = {key: [[named.get(p, p) for p in group] for group in value] if key == "groups" and isinstance(value, list) else value
             for key, value in settings.items()}
-    compare(parameters, {"wrapper": wrapper, "optimizer": type(optimizer).__name__, **told}, process_set)
+    return compare(parameters, {"wrapper": wrapper, "optimizer": type(optimizer).__name__, **told}, process_set, number)
 
 
 def parameter(name: str, p: torch.Tensor, spec: str) -> Parameter:
@@ -49,9 +53,9 @@ def parameter(name: str, p: torch.Tensor, spec: str) -> Parameter:
     return Parameter(name, str(p.dtype).removeprefix("torch."), p.shape, spec, "" if p.requires_grad else ", frozen")
 
 
-def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], process_set: ProcessSet) -> None:
-    """Check that the workers have the same. In an elastic job they don't: one that joins would wait for the others, which are
-    training.
+def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], process_set: ProcessSet, number: int = 0) -> int:
+    """Check that the workers have the same, and return the largest number of all of them. In an elastic job they don't: one that joins
+    would wait for the others, which are training.
 
     Raises:
         ValueError: on all workers, if they differ.
@@ -63,7 +67,8 @@ def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], proces
         return [one.numpy().tobytes() for one in rows]
 
     if process_set.included() and process_set.size() > 1 and not network.ELASTIC:
-        agreement.require_agreement(agreement.describe(parameters, settings), gather, process_set.ranks)
+        return agreement.require_agreement(agreement.describe(parameters, settings), gather, process_set.ranks, number)
+    return number
 
 
 def op_name(op: int) -> str:

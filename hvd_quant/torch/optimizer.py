@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from horovod.torch import optimizer as horovod_optimizer
+from horovod.torch import mpi_ops, optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set, rocm_built, size
 
 from hvd_quant.compressors import Compressor, advice
@@ -16,7 +18,7 @@ from hvd_quant.compressors.base import is_int
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
-from hvd_quant.torch import agreement
+from hvd_quant.torch import agreement, network
 from hvd_quant.torch.amp import Guarded
 from hvd_quant.torch.averaging import average
 from hvd_quant.torch.exchanges import sparse_bytes
@@ -96,13 +98,14 @@ def DistributedOptimizer(
     named_parameters = None if named_parameters is None else list(named_parameters)
     verifier = agreement.Verifier(verify_every, process_set)
     names = {pair[1]: pair[0] for pair in named_parameters or () if isinstance(pair, tuple) and len(pair) == 2}
-    agreement.agree("DistributedOptimizer", optimizer, names, compression, {
+    number = agreement.agree("DistributedOptimizer", optimizer, names, compression, {
         "op": agreement.op_name(op), "backward_passes_per_step": backward_passes_per_step,
         "gradient_predivide_factor": gradient_predivide_factor, "groups": groups or num_groups, "sparse_as_dense": sparse_as_dense,
-        "bucket_bytes": bucket_bytes, "verify_every": verify_every}, process_set)
+        "bucket_bytes": bucket_bytes, "verify_every": verify_every}, process_set, 0 if network.ELASTIC else _made[process_set.process_set_id])
+    _made[process_set.process_set_id] = number + 1
     if not uncompressed and op != Adasum:
         wrapped = _compressed(optimizer, named_parameters, selector(compression), backward_passes_per_step, op,
-                              gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set, bucket_bytes)
+                              gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set, bucket_bytes, number)
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
@@ -132,6 +135,11 @@ def DistributedOptimizer(
     setattr(cls, last, counted.counting(getattr(cls, last)))
     cls.step = verifier.after(cls.step)
     return wrapped
+
+
+_made: collections.Counter[int] = collections.Counter()
+"""How many optimizers the workers of a process set have made, which tells the collectives of one from those of another with the same
+names. In an elastic job a newcomer can't know, so there it is always 0."""
 
 
 def _spec(compression: Compressor | Mapping[str, Any]) -> str:
@@ -174,7 +182,7 @@ class _Counted:
 
 
 def _compressed(optimizer, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, num_groups,
-                groups, sparse_as_dense, process_set, bucket_bytes):
+                groups, sparse_as_dense, process_set, bucket_bytes, number):
     if not is_int(bucket_bytes) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} is not accepted; give a whole number of bytes, 1 or more")
     if gradient_predivide_factor != 1.0:
@@ -192,7 +200,7 @@ def _compressed(optimizer, named_parameters, select, backward_passes_per_step, o
                "__init__": _Compressed.__init__}
     cls = type(type(optimizer).__name__, (type(optimizer),), methods)
     return cls(optimizer.param_groups, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor,
-               groups, sparse_as_dense, process_set, bucket_bytes)
+               groups, sparse_as_dense, process_set, bucket_bytes, number)
 
 
 def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -214,12 +222,12 @@ class _Compressed:
     """What differs from Horovod's _DistributedOptimizer, whose other methods a distributed optimizer's class has too."""
 
     def __init__(self, params, named_parameters, select, backward_passes_per_step, op, gradient_predivide_factor, groups,
-                 sparse_as_dense, process_set, bucket_bytes):
+                 sparse_as_dense, process_set, bucket_bytes, number):
         if named_parameters is not None:
             named_parameters = list(named_parameters)
         _Stock.__init__(self, params, named_parameters, horovod_optimizer.Compression.none, backward_passes_per_step, op,
                         gradient_predivide_factor, groups, sparse_as_dense, process_set)
-        self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set, bucket_bytes)
+        self._reducer = Reducer([], select, op, gradient_predivide_factor, process_set, bucket_bytes, number)
         self._ordered = []  # Horovod keeps a set, whose order differs between workers
         for index, p in enumerate(self._all()):
             if p in self._requires_update:
@@ -232,10 +240,17 @@ class _Compressed:
         self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
         self._reducer.plan()  # now, when all workers have the same parameters
-        self._sparse_dims = {}  # of parameters that have had a sparse gradient
+        self._sparse_dims = {}  # of parameters that have had a sparse gradient, on any worker
+        self._unseen = {} if sparse_as_dense else dict.fromkeys(self._ordered)  # those that have had none yet, on all workers
 
     def _make_hook(self, p):
+        # An optimizer that nobody needs any more is gone at once, and its hooks with it, before the next one's fire.
+        optimizer = weakref.ref(self)
+
         def hook(*ignore):
+            self = optimizer()
+            if self is None:
+                return
             if self._allreduce_delay[p] <= 0:
                 raise AssertionError(
                     f"The gradient of {self._parameter_names[p]} was computed more than backward_passes_per_step="
@@ -271,6 +286,7 @@ class _Compressed:
             raise
         # A parameter that was frozen has no gradient to reduce, and its residual has to wait.
         given = [p for p in self._ordered if p.requires_grad or self._given(p)]
+        self._look_for_sparse([p for p in given if p in self._unseen])
         for p in given:
             if not self._given(p):
                 self._handles[p] = self._hand_over(p)
@@ -285,6 +301,20 @@ class _Compressed:
         if given:
             self._reducer.stats.steps += 1
         self._synchronized = True
+
+    def _look_for_sparse(self, unseen):
+        """Learn which gradients are sparse on some worker, until there has been one of each parameter: a worker that lacks one has
+        to take part in the exchange that the others have started."""
+        if not unseen or self.process_set.size() == 1 or network.ELASTIC:
+            return
+        own = torch.tensor([[-1 if p.grad is None else p.grad.sparse_dim() if p.grad.is_sparse else 0 for p in unseen]])
+        name = f"hvd_quant.layouts.{self._reducer.number}.{len(unseen)}"
+        most = mpi_ops.allgather(own, name=name, process_set=self.process_set).amax(0).tolist()
+        for p, layout in zip(unseen, most):
+            if layout > 0:
+                self._sparse_dims[p] = layout
+            if layout >= 0:
+                del self._unseen[p]
 
     def step(self, closure=None):
         result = _Stock.step(self, closure)
@@ -340,6 +370,8 @@ class _Compressed:
                 self._ordered.append(p)
                 self._allreduce_delay[p] = self.backward_passes_per_step
                 self._reducer.add(self._parameter_names[p], p, index)
+                if not self.sparse_as_dense:
+                    self._unseen[p] = None
                 if alone:
                     continue  # there is nothing to start in backward
                 accumulator = p.expand_as(p).grad_fn.next_functions[0][0]

@@ -102,6 +102,7 @@ class Reducer:
         predivide: Horovod's gradient_predivide_factor, for dense gradients.
         process_set: the workers to reduce over.
         bucket_bytes: dense bytes of gradients that travel together.
+        number: tells the collectives from those of another reducer with the same names.
 
     Raises:
         TypeError: for a parameter that is not real floating point.
@@ -109,8 +110,8 @@ class Reducer:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], select: Callable[[str], Compressor],
-                 op: int, predivide: float, process_set: ProcessSet, bucket_bytes: int = buckets.BUCKET_BYTES) -> None:
-        self.op, self.predivide, self.process_set, self.stats = op, predivide, process_set, Stats()
+                 op: int, predivide: float, process_set: ProcessSet, bucket_bytes: int = buckets.BUCKET_BYTES, number: int = 0) -> None:
+        self.op, self.predivide, self.process_set, self.number, self.stats = op, predivide, process_set, number, Stats()
         self.groups: list[list[str]] = []
         self._select, self._bucket_bytes = select, bucket_bytes
         self._slots: dict[str, Slot] = {}
@@ -301,7 +302,8 @@ class Reducer:
 
     def _launch(self, gradients: dict[Slot, tuple[torch.Tensor, int]]) -> Iterator[Flight]:
         together: dict[Any, list[Cargo]] = {}
-        gathered: collections.Counter[Any] = collections.Counter()
+        gathered: collections.Counter[Any] = collections.Counter()  # bytes that a collective moves so far, which MPI's counts limit
+        begun: collections.Counter[Any] = collections.Counter()
         for slot, (grad, version) in gradients.items():
             info = self._info(slot)
             kind = self._kind(slot, info)
@@ -314,12 +316,15 @@ class Reducer:
             cargo = Cargo(slot, travels, self._local(slot.compressor)[1], scale, info, grad, version)
             if kind == "dense":
                 key = (kind, grad.dtype == torch.float64, grad.device, slot if grad.numel() >= _SHARED else None)
-            else:  # MPI's counts limit what one collective moves
-                key = (kind, travels, grad.device, gathered[kind] // (exchange.MPI_COUNT_LIMIT // 2))
-                gathered[kind] += exchange.gathered_bytes(kind, travels.payload_bytes(info), info.world)
+            else:
+                way, nbytes = (kind, travels, grad.device), exchange.gathered_bytes(kind, travels.payload_bytes(info), info.world)
+                if gathered[way] + nbytes >= exchange.MPI_COUNT_LIMIT:
+                    begun[way], gathered[way] = begun[way] + 1, 0
+                gathered[way] += nbytes
+                key = (*way, begun[way])
             together.setdefault(key, []).append(cargo)
         for (kind, travels, *_), cargo in together.items():
-            name = f"hvd_quant.{kind}.{cargo[0].info.name}"
+            name = f"hvd_quant.{kind}.{cargo[0].info.name}{f'.{self.number}' if self.number else ''}"
             costs = self.stats.buckets.setdefault(name, BucketCosts())
             costs.exchange, costs.compressor = kind, travels.spec if kind != "dense" else "none"
             costs.tensors = [one.info.name for one in cargo]
@@ -475,7 +480,7 @@ class Reducer:
         rehearsals, state = [], {name: {} for name in names}
         for policy in policies:
             rehearsal = Reducer([(name, self._slots[name].parameter) for name in names], self._select, self.op, self.predivide,
-                                self.process_set, self._bucket_bytes)
+                                self.process_set, self._bucket_bytes, self.number)
             rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, names, self._costs
             rehearsal._policy, rehearsal._settled = policy, True
             for name, slot in rehearsal._slots.items():

@@ -1,14 +1,17 @@
 """The options and the life cycle of DistributedOptimizer: accumulation, groups, sparse, types, layouts, frozen layers."""
 
+import gc
 import random
 import warnings
+import weakref
 
 import horovod.torch as stock
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hvd_quant.torch as hvd
-from hvd_quant import Compression, registry
+from hvd_quant import Compression, exchange, registry
 from hvd_quant.torch.reducer import Reducer
 from tests.conftest import CODECS, ERROR_FEEDBACK
 from tests.parallel.torch_workers import (
@@ -102,13 +105,15 @@ def test_groups(how):
 
 @pytest.mark.parametrize("compression", [TOPK, "none", stock.Compression.fp16], ids=str)
 def test_zero_grad(compression):
-    model = network()
-    optimizer = wrap(model, compression)
+    """One that is refused changes nothing: all is as in a twin that wasn't asked."""
+    model, twin = network(), network()
+    optimizer, left_alone = wrap(model, compression), wrap(twin, compression)
+    train(twin, left_alone, range(3))
     for step, argument in enumerate([(), (True,), (False,)]):
         backward(model, step)
         with pytest.raises(AssertionError, match="zero_grad.. was called after loss.backward"):
             optimizer.zero_grad(*argument)
-        optimizer.step()  # the refusal changed nothing: the step works
+        optimizer.step()
         optimizer.zero_grad(*argument)
         gone = [p.grad is None for p in model.parameters()]
         assert all(gone) if argument != (False,) else not any(gone)
@@ -116,7 +121,12 @@ def test_zero_grad(compression):
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
     assert optimizer.compression_stats()["steps"] == 3
-    assert_same_everywhere(flat(model))
+    assert torch.equal(flat(model), flat(twin))
+    kept, expected = (one.compression_state_dict()["tensors"] for one in (optimizer, left_alone))
+    assert kept.keys() == expected.keys()
+    for name, slot in expected.items():
+        assert kept[name]["step"] == slot["step"] == 3
+        assert all(torch.equal(value, kept[name]["state"][key]) for key, value in slot["state"].items())
 
 
 @every(ERROR_FEEDBACK)
@@ -257,23 +267,113 @@ def test_the_number_of_workers_may_change(spec, monkeypatch):
 @every(CODECS)
 def test_gradients_that_are_missing_on_some_workers_count_as_zero(compressor):
     """Set order differs between processes, so it must not decide which collective meets which."""
-    torch.manual_seed(0)
-    branches = torch.nn.ModuleDict({f"b{i}": torch.nn.Linear(20 + i, 20) for i in range(12)})
-    optimizer = wrap(branches, compressor)
-    expected = {n: torch.zeros_like(p) for n, p in branches.named_parameters()}
+    def trained(zeros):
+        torch.manual_seed(0)
+        branches = torch.nn.ModuleDict({f"b{i}": torch.nn.Linear(20 + i, 20) for i in range(12)})
+        optimizer = wrap(branches, compressor)
+        for step in range(3):
+            optimizer.zero_grad()
+            used = random.Random(100 * step + RANK).sample(range(12), 5)
+            outputs = {i: branches[f"b{i}"](torch.ones(1, 20 + i)).sum() for i in (range(12) if zeros else used)}
+            sum(output * (i in used) for i, output in outputs.items()).backward()
+            optimizer.step()
+        return flat(branches)
+
+    missing = trained(zeros=False)
+    assert_same_everywhere(missing)
+    assert torch.equal(missing, trained(zeros=True))
+
+
+@pytest.mark.parametrize("spec", ["onebit:min_numel=0", "topk:ratio=0.1,min_numel=0,exchange=sra", {"*": "fp16", "0.*": "none"}], ids=str)
+def test_optimizers_of_the_same_names(spec):
+    """A generator and a discriminator of one class, whose gradients come from one backward pass."""
+    models = [network(seed) for seed in (0, 1)]
+    optimizers = [wrap(model, spec) for model in models]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + RANK))
+        sum(((model(x) - x) ** 2).mean() for model in models).backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+    for seed, model in enumerate(models):
+        alone = network(seed)
+        train(alone, wrap(alone, spec), range(3))
+        assert torch.equal(flat(model), flat(alone))
+
+
+def test_an_optimizer_for_each_layer():
+    model, whole = network(), network()
+    layers = [wrap(layer, "onebit:min_numel=0", torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in (model[0], model[2])]
+    for step in range(3):
+        for optimizer in layers:
+            optimizer.zero_grad()
+        backward(model, step)
+        for optimizer in layers:
+            optimizer.step()
+    train(whole, wrap(whole, "onebit:min_numel=0", torch.optim.SGD(whole.parameters(), lr=0.1)), range(3))
+    assert torch.equal(flat(model), flat(whole))
+
+
+def test_a_tied_parameter_in_groups_without_names():
+    def trained(**names):
+        model = torch.nn.Sequential(*[torch.nn.Linear(30, 30) for _ in range(2)])
+        for i, p in enumerate(model.parameters()):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(i))
+        model[1].weight = model[0].weight
+        groups = [{"params": [model[0].weight]}, {"params": [model[0].bias, model[1].bias], "lr": 0.05}]
+        named = model.named_parameters() if names else None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named, "onebit:min_numel=0")
+        train(model, optimizer, range(3))
+        stats = optimizer.compression_stats()
+        return flat(model), stats["wire_bytes"], sum(map(len, stats["exchanges"].values()))
+
+    (named, *counts), (nameless, *same) = trained(names=True), trained()
+    assert torch.equal(named, nameless) and counts == same and counts[1] == 3
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_gone():
+    """The hooks of one wrapped earlier would exchange gradients beside the next one's, until garbage is collected."""
+    model, sent = network(), []
+    gc.disable()
+    try:
+        for _ in range(4):
+            optimizer = wrap(model)
+            train(model, optimizer, range(2))
+            sent.append(optimizer.compression_stats()["wire_bytes"])
+            gone = weakref.ref(optimizer)
+            del optimizer
+            assert gone() is None
+    finally:
+        gc.enable()
+    assert len(set(sent)) == 1 and sent[0]
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant):
+    plain, model = network(), network()
+    train(plain, wrap(plain), range(3))
+    optimizer = wrap(model)
     for step in range(3):
         optimizer.zero_grad()
-        used = [random.Random(100 * step + r).sample(range(12), 5) for r in range(WORLD)]
-        sum(branches[f"b{i}"](torch.ones(1, 20 + i)).sum() for i in used[RANK]).backward()
-        optimizer.synchronize()
-        for i in range(12):
-            share = sum(i in u for u in used) / WORLD
-            expected[f"b{i}.bias"] += share
-            if compressor.name in ("none", "fp16", "bf16"):
-                torch.testing.assert_close(branches[f"b{i}"].weight.grad, torch.full((20, 20 + i), share), rtol=0.01, atol=0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert_same_everywhere(flat(branches))
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + RANK)).requires_grad_()
+        ((checkpoint(model, x, use_reentrant=use_reentrant) - x) ** 2).mean().backward()
+        optimizer.step()
+    assert torch.equal(flat(model), flat(plain))
+
+
+def test_what_a_collective_moves_stays_within_the_counts_of_mpi(monkeypatch):
+    model = network()
+    optimizer = wrap(model, "onebit:min_numel=0,exchange=allgather", groups=[list(model.parameters())])
+    train(model, optimizer, [0])
+    (together,) = optimizer.compression_stats()["buckets"].values()
+    limit = together["wire_bytes"] // (WORLD - 1) * WORLD * 2 // 3
+    monkeypatch.setattr(exchange, "MPI_COUNT_LIMIT", limit)
+    optimizer = wrap(model, "onebit:min_numel=0,exchange=allgather", groups=[list(model.parameters())])
+    train(model, optimizer, [0])
+    parts = [bucket["wire_bytes"] // (WORLD - 1) * WORLD for bucket in optimizer.compression_stats()["buckets"].values()]
+    assert len(parts) == 2 and max(parts) < limit
 
 
 def test_workers_in_opposite_branches():
@@ -329,12 +429,14 @@ def test_momentum_goes_on_in_rows_that_a_sparse_gradient_lacks():
     assert table.weight[1:4, 0].tolist() == [-1.5, -1.0, 0.0]
 
 
-def test_a_sparse_gradient_missing_once():
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_sparse_gradient_missing_once(missing):
+    """Also before this worker can know that it is sparse on others."""
     table = torch.nn.Embedding(50, 10, sparse=True)
     optimizer = wrap(table, TOPK, torch.optim.SGD(table.parameters(), lr=1.0))
     for step in range(3):
         optimizer.zero_grad()
-        if step != 1 or RANK != 0:
+        if step != missing or RANK != 0:
             table(torch.tensor([RANK])).sum().backward()
         optimizer.step()
     assert_same_everywhere(table.weight)

@@ -16,7 +16,7 @@ SETTINGS = {"op": "Average", "bucket_bytes": 100}
 
 
 def together(workers, ranks):
-    """What each worker raises, from what each describes; and the rows of all their allgathers."""
+    """What each worker raises, or the largest number of all, from what each describes; and the rows of all their allgathers."""
     rows, barrier, gathered = [b""] * len(workers), threading.Barrier(len(workers), timeout=10), []
 
     def run(place):
@@ -29,7 +29,7 @@ def together(workers, ranks):
             return found
 
         try:
-            agreement.require_agreement(workers[place], gather, ranks)
+            return agreement.require_agreement(workers[place], gather, ranks, number=place)
         except ValueError as error:
             return str(error)
 
@@ -39,8 +39,8 @@ def together(workers, ranks):
 
 def test_workers_that_agree_send_a_hash():
     said, gathered = together([agreement.describe([WEIGHT, BIAS], SETTINGS)] * 4, range(4))
-    assert said == [None] * 4
-    assert [[len(row) for row in rows] for rows in gathered] == [[32] * 4]
+    assert said == [3] * 4
+    assert [[len(row) for row in rows] for rows in gathered] == [[40] * 4]
 
 
 @pytest.mark.parametrize("odd, sentence", [
@@ -83,7 +83,7 @@ def test_versions_come_first(monkeypatch, where, what, name):
 
 def test_names_may_differ_where_only_a_part_is_compared():
     own = [[Parameter(f"dense{n}/kernel", "float32", (3,), spec, alike="kernel")] for n, spec in (("", "none"), ("_7", "none"), ("_7", "fp16"))]
-    assert together([agreement.describe(one, {}) for one in own[:2]], range(2))[0] == [None] * 2
+    assert together([agreement.describe(one, {}) for one in own[:2]], range(2))[0] == [1] * 2
     assert "rank 1 has parameter 0 = dense_7/kernel float32 [3] compressed with fp16" in together(
         [agreement.describe(one, {}) for one in own[::2]], range(2))[0][0]
 
