@@ -28,6 +28,8 @@ TESTS_AN_EPOCH = 3
 MODEL, WORKERS = "mlp", 2
 _WITH_MOMENTUM = 0.03
 """The learning rate with a momentum of 0.9, which moves ten times as far as without."""
+_WITH_MASKED_MOMENTUM = 0.1
+"""The same where entries lose their momentum when they are sent, so that it moves them less far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Row:
 
 ROWS = [
     *map(Row, ["none", "fp16", "bf16", "onebit", "signsgd", "blockwise8", "natural", "qsgd", "qsgd:bits=2", "terngrad",
-               "threshold:tau=0.01", "adaptive", "topk", "topk:ratio=0.001", "topk:values=sign", "topk:values=2bit",
-               "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error", "topk:memory=ef21", "randomk",
-               "powersgd"]),
+               "terngrad:clip=0", "threshold:tau=0.01", "adaptive", "topk", "topk:ratio=0.001", "topk:values=sign", "topk:values=2bit",
+               "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error", "topk:memory=ef21",
+               "topk:memory=ef21,eta=0.5", "randomk", "powersgd"]),
     Row("none:momentum=0.9", lr=_WITH_MOMENTUM),
-    Row("topk:momentum=0.9", lr=_WITH_MOMENTUM),
-    Row("topk:ratio=0.001,momentum=0.9,nesterov=true,schedule=dgc,schedule_steps=100", lr=_WITH_MOMENTUM),
+    Row("topk:momentum=0.9", lr=_WITH_MASKED_MOMENTUM),
+    Row("topk:ratio=0.001,momentum=0.9,nesterov=true,schedule=dgc,schedule_steps=100", lr=_WITH_MASKED_MOMENTUM),
     Row("averaged every 4 steps", every=4, compression="none"),
     Row("averaged every 16 steps", every=16, compression="none"),
     Row("averaged every 16 steps, onebit", every=16, compression="onebit"),

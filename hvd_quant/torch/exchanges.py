@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,13 @@ class Cargo:
     def flatten(self) -> torch.Tensor:
         self.flat = self.grad.detach().contiguous().view(-1).float()
         return self.flat
+
+    def prepare_to_encode(self) -> None:
+        """:meth:`flatten`; what goes wrong is told to the others in the place of what would be encoded."""
+        try:
+            self.flatten()
+        except Exception as error:
+            self.error, self.flat = error, self.grad.new_zeros(self.info.numel, dtype=torch.float32)
 
     def require_untouched(self, horovod_writes: bool = False) -> None:
         """Refuse a gradient that was changed meanwhile: the change would be lost, or reduced on some workers only.
@@ -543,68 +550,88 @@ def sparse_bytes(grad: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in (grad._indices(), grad._values()))
 
 
+_NOBODYS_SHAPE = (1,) * 9
+
 Route = Generator[Collective | None, Any, None]
 """The collectives that it starts, one after another, and then None: everything is here, and what follows writes gradients."""
 
 
 def dense(flight: Flight) -> Route:
     """Horovod's allreduce of the gradients as they are; where there are several, of one vector that holds them all."""
-    cargo = flight.cargo
-    with flight.timed("encode"):
-        # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
-        given = [one.uncompressed(flight.workers.all.size()) for one in cargo]
-        wide = [grad.float() if grad.element_size() == 2 else grad for grad in given]
-        vector = wide[0] if len(wide) == 1 else torch.cat([grad.view(-1) for grad in wide])
-    for one, grad in zip(cargo, wide):
-        flight.count(one, grad.numel() * grad.element_size())
-    yield flight.start("allreduce", vector, flight.workers.all, last=True, op=flight.op, prescale_factor=1 / flight.predivide,
-                       postscale_factor=flight.predivide)
-    flight.sums = [vector]
+    cargo, world = flight.cargo, flight.workers.all.size()
+
+    def vector() -> torch.Tensor:
+        with flight.timed("encode"):
+            # Horovod can't reduce bf16, and sums of fp16 overflow where the mean doesn't; fp32 holds both.
+            given = [one.uncompressed(world) for one in cargo]
+            wide = [grad.float() if grad.element_size() == 2 else grad for grad in given]
+            for one, grad in zip(cargo, wide):
+                flight.count(one, grad.numel() * grad.element_size())
+            return wide[0] if len(wide) == 1 else torch.cat([grad.view(-1) for grad in wide])
+
+    total = yield from summed(flight, vector, op=flight.op, prescale_factor=1 / flight.predivide, postscale_factor=flight.predivide)
+    flight.sums = [total]
     yield None
     with flight.timed("decode"):
-        for one, part in zip(cargo, vector.view(-1).split([grad.numel() for grad in wide])):
-            one.landed_uncompressed(part, flight.op, flight.workers.all.size())
+        for one, part in zip(cargo, total.view(-1).split([one.info.numel for one in cargo])):
+            one.landed_uncompressed(part, flight.op, world)
+
+
+def summed(flight: Flight, vector: Callable[[], torch.Tensor], label: str = "", last: bool = True, **how: Any
+           ) -> Generator[Collective, Any, torch.Tensor]:
+    """Horovod's allreduce of what each worker makes, in place.
+
+    A worker that can't make its vector gives something in its place that has more dimensions. Horovod refuses that on all workers,
+    which then hand around what went wrong.
+    """
+    cargo, workers, error = flight.cargo, flight.workers.all, None
+    try:
+        given = vector()
+    except Exception as failed:
+        error, given = failed, torch.zeros(_NOBODYS_SHAPE, device=cargo[0].grad.device)
+    try:
+        yield flight.start("allreduce", given, workers, label, last=last, **how)
+    except mpi_ops.HorovodInternalError as refused:
+        if "ismatched" not in str(refused):
+            raise
+        one = cargo[0]
+        reason = _joined([] if error is None else [one._failure(
+            one.info.numel, workers.rank(), f"{one.info.name}: {type(error).__name__}: {error}")], one)
+        told = yield flight.start("allgather", reason, workers, ".why", last=True)
+        if told.numel():
+            raise wire.PayloadError(wire.failure_message(wire.host_bytes(told))) from error
+        raise
+    if error is not None:
+        raise error  # as on all workers
+    return given
 
 
 def allreduce(flight: Flight) -> Route:
-    """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector.
-
-    A worker that can't make its vector gives a matrix in its place. Horovod refuses that on all workers, which then hand around
-    what went wrong. State doesn't change before the last sum is there.
-    """
+    """Linear codes: what they yield is summed by Horovod's allreduce, round by round, that of all gradients in one vector. State
+    doesn't change before the last sum is there."""
     cargo, workers = flight.cargo, flight.workers.all
     at = {"rank": workers.rank(), "world": workers.size()}  # with hierarchical exchange, payloads travel among fewer
-    with flight.timed("encode"):
-        codes = [one.compressor.rounds(ops, one.whole(at["world"]), one.slot.worker_state, one.info.at(**at), one.flat) for one in cargo]
+    codes: list[Any] = []
+    parts: list[torch.Tensor] = []
     totals: list[torch.Tensor | None] = [None] * len(cargo)
     nbytes = [0] * len(cargo)
     allreduces = cargo[0].compressor.allreduces
+
+    def vector() -> torch.Tensor:
+        nonlocal codes
+        with flight.timed("decode" if codes else "encode"):
+            codes = codes or [one.compressor.rounds(ops, one.whole(at["world"]), one.slot.worker_state, one.info.at(**at), one.flat)
+                              for one in cargo]
+            parts.clear()
+            for i, one in enumerate(cargo):
+                one.require_untouched()
+                parts.append(codes[i].send(totals[i]))
+                nbytes[i] += parts[i].numel() * parts[i].element_size()
+            return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
     for number in range(allreduces):
-        error = None
-        try:
-            with flight.timed("decode" if number else "encode"):
-                parts = []
-                for i, one in enumerate(cargo):
-                    one.require_untouched()
-                    parts.append(codes[i].send(totals[i]))
-                    nbytes[i] += parts[i].numel() * parts[i].element_size()
-                vector = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        except Exception as failed:
-            error, vector = failed, torch.zeros(1, 1, device=cargo[0].grad.device)
-        try:
-            yield flight.start("allreduce", vector, workers, f".{number}", last=number + 1 == allreduces, op=Sum)
-        except mpi_ops.HorovodInternalError as refused:
-            if "ismatched" not in str(refused):
-                raise
-            reason = _joined([] if error is None else [one._failure(
-                one.info.numel, workers.rank(), f"{one.info.name}: {type(error).__name__}: {error}")], one)
-            told = yield flight.start("allgather", reason, workers, ".why", last=True)
-            if told.numel():
-                raise wire.PayloadError(wire.failure_message(wire.host_bytes(told))) from error
-            raise
-        if error is not None:
-            raise error  # as on all workers
-        totals = [total.view(part.shape) for total, part in zip(vector.split([part.numel() for part in parts]), parts)]
+        total = yield from summed(flight, vector, f".{number}", last=number + 1 == allreduces, op=Sum)
+        totals = [sum_.view(part.shape) for sum_, part in zip(total.split([part.numel() for part in parts]), parts)]
     for one, sent in zip(cargo, nbytes):
         flight.count(one, sent)
     flight.sums = totals
@@ -639,7 +666,7 @@ def compressed(flight: Flight) -> Route:
     place, places = workers.local
     with flight.timed("encode"):
         for one in cargo:
-            one.flatten()
+            one.prepare_to_encode()
     if workers.host is not None:
         vector = cargo[0].flat if len(cargo) == 1 else torch.cat([one.flat for one in cargo])
         yield flight.start("allreduce", vector, workers.host, ".host", op=Average)

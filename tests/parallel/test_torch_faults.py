@@ -1,6 +1,7 @@
 """Compressors of one's own, failing workers and damaged bytes."""
 
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 import hvd_quant.torch as hvd
 from hvd_quant import Compressor, registry, wire
+from hvd_quant.torch.exchanges import Cargo
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, train, wrap
 
 
@@ -61,6 +63,34 @@ def test_a_worker_that_can_not_encode_is_named_by_all(own, monkeypatch):
     optimizer.zero_grad()  # nothing is in flight: training could go on
     backward(model, 2)
     optimizer.step()
+    assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("compression, method", [
+    ("onebit:min_numel=0", "flatten"), ("topk:min_numel=0,exchange=sra", "flatten"), ("powersgd:min_numel=0", "whole"),
+    ("topk:min_numel=0,warmup=9,momentum=0.5", "uncompressed"), ({"0.*": "none", "*": "onebit"}, "uncompressed")], ids=str)
+def test_a_worker_that_fails_before_it_encodes_is_named_by_all(compression, method, monkeypatch):
+    original = getattr(Cargo, method)
+
+    def fails(cargo, *arguments):
+        if cargo.info.rank == WORLD - 1 and cargo.info.step == 1 and cargo.info.name.startswith("0."):
+            raise MemoryError("no room for a copy")
+        return original(cargo, *arguments)
+
+    monkeypatch.setattr(Cargo, method, fails)
+    model = network()
+    optimizer = wrap(model, compression, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, [0])
+    optimizer.zero_grad()
+    start = time.monotonic()
+    backward(model, 1)
+    with pytest.raises(wire.PayloadError) as caught:
+        optimizer.step()
+    assert time.monotonic() - start < 5
+    sentence = str(caught.value)
+    assert sentence.endswith("MemoryError: no room for a copy") and f"worker {WORLD - 1} failed" in sentence
+    assert len(set(hvd.allgather_object(sentence))) == 1
+    train(model, optimizer, range(2, 4))
     assert_same_everywhere(flat(model))
 
 
