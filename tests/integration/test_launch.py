@@ -13,9 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
+STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
-    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
+    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", STALLS),
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!a]*", {}),

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from horovod.torch import mpi_ops
 
 import hvd_quant.torch as hvd
-from tests.parallel.torch_workers import RANK, assert_same_everywhere, backward, flat, network, on_all, train, wrap
+from tests.parallel.torch_workers import RANK, assert_same_everywhere, backward, flat, network, on_all, resident, train, wrap
 
 COUNTED = ["onebit:warmup=2", "topk:schedule=dgc", "topk:merge=sum", "onebit:average_every=9", "onebit:memory=ef21", "randomk",
            "randomk:memory=none"]
@@ -94,3 +95,19 @@ def test_a_failure_goes_back_to_the_last_commit(spec, amid):
     train(model, optimizer, range(3, 5))
     assert torch.equal(flat(model), ahead)  # the same once more, so nothing was lost and nothing is left
     assert not optimizer._handles
+
+
+def test_fifty_resets_leave_nothing_behind():
+    weight, payload, seen = torch.nn.Parameter(torch.zeros(1024, 1024)), 1024 * 1024 // 8, []
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1e-3), [("weight", weight)], "onebit:exchange=sra")
+    state = hvd.elastic.TorchState(optimizer=optimizer, batch=0)
+    state.sync()
+    for reset in range(60):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        state.restore()  # amid an exchange
+        state.sync()
+        assert not mpi_ops._handle_map and not optimizer._reducer._flying
+        if reset in (9, 59):
+            seen.append(resident())
+    assert seen[1] - seen[0] < 50 * payload / 4, seen

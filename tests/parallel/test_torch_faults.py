@@ -1,5 +1,6 @@
 """Compressors of one's own, failing workers and damaged bytes."""
 
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -92,6 +93,23 @@ def test_a_worker_that_fails_before_it_encodes_is_named_by_all(compression, meth
     assert len(set(hvd.allgather_object(sentence))) == 1
     train(model, optimizer, range(2, 4))
     assert_same_everywhere(flat(model))
+
+
+@pytest.mark.skipif(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") != "1", reason="Horovod warns after a minute")
+@pytest.mark.parametrize("compression", ["onebit:min_numel=0,exchange=allgather", "topk:min_numel=0,exchange=sra", "powersgd:min_numel=0"])
+def test_a_worker_that_sleeps_is_waited_for(compression, capfd):
+    model, twin = network(), network()
+    optimizer = wrap(model, compression)
+    train(model, optimizer, [0])
+    optimizer.zero_grad()
+    if RANK == WORLD - 1:
+        time.sleep(2.5)
+    backward(model, 1)
+    optimizer.step()
+    if RANK == 0:
+        assert "waiting for remainder of ranks for more than 1 seconds" in capfd.readouterr().err
+    train(twin, wrap(twin, compression), range(2))
+    assert torch.equal(flat(model), flat(twin))
 
 
 def test_after_a_failure_the_other_tensors_are_as_before(own, monkeypatch):

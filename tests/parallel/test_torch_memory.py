@@ -1,20 +1,11 @@
 """Memory doesn't grow with the number of steps."""
 
-import gc
-from pathlib import Path
-
 import torch
 
-from tests.parallel.torch_workers import wrap
+from tests.parallel.torch_workers import resident, wrap
 
 SPECS = {"a": "onebit:exchange=sra", "b": "topk:ratio=0.1"}
 PAYLOAD = 256 * 256 // 8  # bytes, the smaller one's
-
-
-def resident():
-    gc.collect()
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
 
 
 def test_a_thousand_steps_take_no_more_memory_than_three_hundred():
