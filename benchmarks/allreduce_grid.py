@@ -51,13 +51,14 @@ def variants(spec: str, *exchanges: str) -> list[str]:
 BASELINE, HOROVOD_FP16 = "Horovod fp32", "Horovod fp16"
 DDP_FP32, DDP_FP16, POWERSGD = "DDP fp32", "DDP fp16", "DDP PowerSGD rank 4"
 IDEAL = "ideal "  # before a spec: the same with streaming passes in the place of its kernels
+HOOK = "DDP with "  # before a spec: as DDP's communication hook
 TAU = 6.0  # gradients have deviation 1: a random walk leaves +-6 once in 36 steps, and there is room for one entry in 32
 CODES = ("onebit", "adaptive", "topk", f"threshold:tau={TAU:g}")
 COMPRESSED = [row for code in CODES for row in variants(code, "allgather", "sra")]
 MAIN = [BASELINE, HOROVOD_FP16, DDP_FP32, DDP_FP16, POWERSGD, *COMPRESSED[:6], "auto:onebit", "auto:adaptive", "auto:topk"]
 ROWS = [*MAIN, *COMPRESSED[6:], "none", *variants("none", "allreduce", "allgather", "sra"),
         *variants("fp16", "allreduce", "allgather", "sra"), *variants("bf16", "allgather", "sra"),
-        *(IDEAL + row for row in COMPRESSED)]
+        *(IDEAL + row for row in COMPRESSED), *(HOOK + row for row in variants("topk", "allgather", "sra"))]
 HALVES = variants("fp16", "allgather", "sra") + variants("bf16", "allgather", "sra")
 DETAILED = ("1024x1024", "4096x4096")
 FEW = (*DETAILED, "resnet50")

@@ -4,7 +4,8 @@ Horovod and hvd_quant: the gradients are in `p.grad`, and `optimizer.synchronize
 waits for them. DDP exchanges inside a backward pass and builds its buckets only there. So it gets a backward pass in which
 nothing is computed: one autograd function hands over all gradients at once, reads the clock as it does, and the end of
 backward() stops it. What is timed is DDP's own: gradients into buckets, comm hook, waiting, and the buckets become the
-gradients (`gradient_as_bucket_view`, which saves DDP a copy). Nothing is subtracted.
+gradients (`gradient_as_bucket_view`, which saves DDP a copy). Nothing is subtracted. hvd_quant's hook for DDP is timed like this,
+too.
 
 Commands come through a Unix socket to `python allreduce_workers.py SOCKET FRAMEWORK`, which a `Workers` starts on each host.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from allreduce_grid import BASELINE, DDP_FP16, DDP_FP32, HOROVOD_FP16, IDEAL, POWERSGD, WORKLOADS, Shapes
+from allreduce_grid import BASELINE, DDP_FP16, DDP_FP32, HOOK, HOROVOD_FP16, IDEAL, POWERSGD, WORKLOADS, Shapes
 from cluster import Cluster, ClusterError
 
 import hvd_quant.ops.torch  # noqa: F401 - for its native operations
@@ -37,7 +38,7 @@ def unavailable(row: str) -> str | None:
     """Why this version of hvd_quant has no such row."""
     if row not in (BASELINE, HOROVOD_FP16, DDP_FP32, DDP_FP16, POWERSGD):
         try:
-            get_compressor(row.removeprefix(IDEAL))
+            get_compressor(row.removeprefix(IDEAL).removeprefix(HOOK))
         except ValueError as error:
             return str(error)
     return None
@@ -108,6 +109,31 @@ def warm_up(row: str) -> int:
     return 3
 
 
+class Costs:
+    """What an optimizer or a hook of hvd_quant counts."""
+
+    KEYS = ("encode_seconds", "wait_seconds", "decode_seconds", "wire_bytes")
+
+    def __init__(self, compressor: Compressor, counting: Any, numel: dict[str, int]):
+        self._compressor, self._counting, self._numel = compressor, counting, numel
+        self._before = dict.fromkeys(self.KEYS, 0.0)
+
+    def of_iteration(self) -> dict[str, float]:
+        """Since this was asked last."""
+        before, stats = self._before, self._counting.compression_stats()
+        self._before = {key: stats[key] for key in self.KEYS}
+        return {key: value - before[key] for key, value in self._before.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """How the tensors travelled, and what encode and decode have to read and write for that at least."""
+        exchanges = self._counting.compression_stats()["exchanges"]
+        encoded = {kind: sum(self._numel[name] for name in names) for kind, names in exchanges.items() if kind != "dense"}
+        feedback = self._compressor.stateful
+        return {"exchanges": {kind: len(names) for kind, names in exchanges.items()},
+                "encode_bytes": sum((12 if feedback and kind != "allreduce" else 4) * n for kind, n in encoded.items()),
+                "decode_bytes": sum(4 * n for n in encoded.values())}
+
+
 class HorovodExchange:
     """Horovod's own optimizer, or hvd_quant's."""
 
@@ -119,44 +145,32 @@ class HorovodExchange:
         named, sgd = zip(self._numel, self._parameters), torch.optim.SGD(self._parameters, lr=0.0)
         import horovod.torch as stock
         self._barrier, self._world = stock.barrier, stock.size()
-        self._compressor = None
+        self._costs = None
         if row in (BASELINE, HOROVOD_FP16):
             compression = stock.Compression.none if row == BASELINE else stock.Compression.fp16
             self._optimizer = stock.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
             self._entry_bytes = 4 if row == BASELINE else 2
         else:
             import hvd_quant.torch as hvd
-            self._compressor = get_compressor(row.removeprefix(IDEAL))
-            compression = streaming(self._compressor) if row.startswith(IDEAL) else self._compressor
+            compressor = get_compressor(row.removeprefix(IDEAL))
+            compression = streaming(compressor) if row.startswith(IDEAL) else compressor
             self._optimizer = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression)
+            self._costs = Costs(compressor, self._optimizer, self._numel)
 
     def iterate(self, pool: Pool, iteration: int) -> dict[str, float]:
-        if self._compressor is not None:
+        if self._costs:
             self._optimizer.zero_grad(set_to_none=False)  # or else the gradients count as reduced already
         pool.write((p.grad for p in self._parameters), iteration)
-        before = self._stats()
         self._barrier()
         start = time.perf_counter()
         self._optimizer.synchronize()
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, **{key: value - before[key] for key, value in self._stats().items()}}
-
-    def _stats(self) -> dict[str, float]:
-        if self._compressor is None:
-            return {}
-        stats = self._optimizer.compression_stats()
-        return {key: stats[key] for key in ("encode_seconds", "wait_seconds", "decode_seconds", "wire_bytes")}
+        return {"seconds": seconds, **(self._costs.of_iteration() if self._costs else {})}
 
     def facts(self) -> dict[str, Any]:
-        """How the tensors travelled, and what encode and decode have to read and write for that at least."""
-        if self._compressor is None:
-            return {"wire_bytes": sent_bytes("allreduce", self._entry_bytes * sum(self._numel.values()), self._world)}
-        exchanges = self._optimizer.compression_stats()["exchanges"]
-        encoded = {kind: sum(self._numel[name] for name in names) for kind, names in exchanges.items() if kind != "dense"}
-        feedback = self._compressor.stateful
-        return {"exchanges": {kind: len(names) for kind, names in exchanges.items()},
-                "encode_bytes": sum((12 if feedback and kind != "allreduce" else 4) * n for kind, n in encoded.items()),
-                "decode_bytes": sum(4 * n for n in encoded.values())}
+        if self._costs:
+            return self._costs.facts()
+        return {"wire_bytes": sent_bytes("allreduce", self._entry_bytes * sum(self._numel.values()), self._world)}
 
 
 class Handover(torch.autograd.Function):
@@ -198,6 +212,7 @@ class DDPExchange:
                                                               bucket_cap_mb=bucket)
         entry_bytes = {DDP_FP32: 4, DDP_FP16: 2}.get(row)
         self._facts: dict[str, Any] = {}
+        self._costs = None
         if entry_bytes:
             self._facts["wire_bytes"] = sent_bytes("allreduce", entry_bytes * numel, torch.distributed.get_world_size())
         if row == DDP_FP16:
@@ -205,6 +220,12 @@ class DDPExchange:
         elif row == POWERSGD:
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif row.startswith(HOOK):
+            import hvd_quant.torch as hvd
+            hook = hvd.ddp_comm_hook(row.removeprefix(HOOK), self._ddp)
+            self._ddp.register_comm_hook(None, hook)
+            names = {name: p.numel() for name, p in self._model.named_parameters()}
+            self._costs = Costs(get_compressor(row.removeprefix(HOOK)), hook, names)
 
     def iterate(self, pool: Pool, iteration: int) -> dict[str, float]:
         self._ddp.zero_grad(set_to_none=True)
@@ -213,10 +234,11 @@ class DDPExchange:
         loss = self._ddp(clock)
         torch.distributed.barrier()
         loss.backward()
-        return {"seconds": time.perf_counter() - clock[0]}
+        seconds = time.perf_counter() - clock[0]
+        return {"seconds": seconds, **(self._costs.of_iteration() if self._costs else {})}
 
     def facts(self) -> dict[str, Any]:
-        return self._facts
+        return self._costs.facts() if self._costs else self._facts
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
@@ -254,8 +276,8 @@ class Worker:
     def forget(self) -> None:
         """The links have changed, and with them what was measured of them, which is otherwise measured once for a process."""
         if self._kind is HorovodExchange:
-            from hvd_quant.torch import network
-            network._measured.clear()
+            from hvd_quant.torch import measuring
+            measuring.measured.clear()
 
     def pool(self, length: int) -> None:
         self._pool = Pool(length, seed=self.rank)

@@ -25,6 +25,7 @@ from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
 from hvd_quant.torch import elastic_state as _elastic_state  # noqa: F401 - hvd.elastic.TorchState knows compressed optimizers from here on
 from hvd_quant.torch.amp import GradScaler  # noqa: F401
 from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401
+from hvd_quant.torch.ddp import ddp_comm_hook  # noqa: F401
 from hvd_quant.torch.optimizer import DistributedOptimizer  # noqa: F401
 
 # Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.

@@ -53,17 +53,20 @@ def parameter(name: str, p: torch.Tensor, spec: str) -> Parameter:
     return Parameter(name, str(p.dtype).removeprefix("torch."), p.shape, spec, "" if p.requires_grad else ", frozen")
 
 
-def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], process_set: ProcessSet, number: int = 0) -> int:
+def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], process_set: ProcessSet, number: int = 0,
+            network: Any = network) -> int:
     """Check that the workers have the same, and return the largest number of all of them. In an elastic job they don't: one that joins
     would wait for the others, which are training.
+
+    Arguments:
+        network: of the process set, as in :class:`hvd_quant.torch.reducer.Reducer`.
 
     Raises:
         ValueError: on all workers, if they differ.
     """
     def gather(row: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(row), dtype=torch.uint8)[None]
-        # Horovod negotiates anew what has another size than before.
-        rows = mpi_ops.allgather(own, name=f"hvd_quant.agreement.{len(row)}", process_set=process_set)
+        rows = network.gather(own, f"hvd_quant.agreement.{len(row)}", process_set)
         return [one.numpy().tobytes() for one in rows]
 
     if process_set.included() and process_set.size() > 1 and not network.ELASTIC:

@@ -85,7 +85,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin(self, grad: torch.Tensor) -> None:
         _running[:] = [self._host_scale()]
-        Variable._execution_engine.queue_callback(_running.clear)
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(_running.clear))  # after DDP's callback, which reduces all gradients of a static graph's first step
 
     def _host_scale(self) -> float:
         if self._on_host is None:

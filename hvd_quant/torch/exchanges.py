@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
-from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_quant import wire
@@ -437,14 +436,16 @@ class Flight:
     """Gradients that travel together.
 
     Attributes:
+        network: which carries it, see :mod:`hvd_quant.torch.network`.
         here: whether everything has arrived.
         done: whether the gradients hold what was reduced.
         failure: what went wrong; it is raised where this flight is waited for.
     """
 
-    def __init__(self, name: str, kind: str, cargo: list[Cargo], workers: Workers, op: int, predivide: float, stats: Stats) -> None:
+    def __init__(self, name: str, kind: str, cargo: list[Cargo], workers: Workers, op: int, predivide: float, stats: Stats,
+                 network: Any) -> None:
         self.name, self.kind, self.cargo, self.workers, self.op, self.predivide = name, kind, cargo, workers, op, predivide
-        self.stats, self.costs = stats, stats.buckets[name]
+        self.stats, self.costs, self.network, self._started = stats, stats.buckets[name], network, 0
         self.here = self.done = self.cancelled = False
         self.flagged = False  # a payload said that a value was not finite
         self.sums: list[torch.Tensor] = []  # what allreduces brought
@@ -461,19 +462,19 @@ class Flight:
 
     def start(self, kind: str, tensor: torch.Tensor, process_set: ProcessSet | None = None, label: str = "", last: bool = False,
               **arguments: Any) -> Collective:
-        """Start a collective; if Horovod doesn't take it, the gradients are as if they had not been encoded."""
+        """Start a collective; if the network doesn't take it, the gradients are as if they had not been encoded."""
         try:
-            handle = getattr(mpi_ops, f"{kind}_async{'_' if kind == 'allreduce' else ''}")(
-                tensor, name=self.name + label, process_set=process_set or self.workers.across, **arguments)
+            handle = self.network.start(kind, tensor, self.name + label, process_set or self.workers.across, self._started, **arguments)
         except Exception:
             self.undo()
             raise
+        self._started += 1
         return Collective(handle, last, time.perf_counter())
 
     def arrived(self) -> bool:
         """Whether the collective that was started last has a result, or never will have."""
         try:
-            return mpi_ops.poll(self._flying.handle)
+            return self.network.arrived(self._flying.handle)
         except (ValueError, RuntimeError):
             return True
 
@@ -491,13 +492,13 @@ class Flight:
         """Go on with a result that has arrived. What goes wrong is kept as ``failure``, and what was encoded is taken back."""
         try:
             try:
-                result = mpi_ops.synchronize(self._flying.handle)
-            except mpi_ops.HorovodInternalError as error:
+                result = self.network.result(self._flying.handle)
+            except self.network.Error as error:
                 self._resume(error)
                 return
             self.costs.flight_seconds += time.perf_counter() - self._flying.started
             if result is None:
-                raise mpi_ops.HorovodInternalError(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
+                raise self.network.Error(f"the exchange of {self.cargo[0].info.name} was lost when Horovod was reset")
             self._resume(result)
         except Exception as error:
             self.failure, self.done = error, True
@@ -582,17 +583,19 @@ def summed(flight: Flight, vector: Callable[[], torch.Tensor], label: str = "", 
     """Horovod's allreduce of what each worker makes, in place.
 
     A worker that can't make its vector gives something in its place that has more dimensions. Horovod refuses that on all workers,
-    which then hand around what went wrong.
+    which then hand around what went wrong; in a network that refuses nothing, that worker raises alone.
     """
     cargo, workers, error = flight.cargo, flight.workers.all, None
     try:
         given = vector()
     except Exception as failed:
+        if not flight.network.REFUSES:
+            raise
         error, given = failed, torch.zeros(_NOBODYS_SHAPE, device=cargo[0].grad.device)
     try:
         yield flight.start("allreduce", given, workers, label, last=last, **how)
-    except mpi_ops.HorovodInternalError as refused:
-        if "ismatched" not in str(refused):
+    except flight.network.Error as refused:
+        if not flight.network.REFUSES or "ismatched" not in str(refused):
             raise
         one = cargo[0]
         reason = _joined([] if error is None else [one._failure(
@@ -673,6 +676,11 @@ def compressed(flight: Flight) -> Route:
         for one, part in zip(cargo, vector.split([one.flat.numel() for one in cargo])):
             one.after_the_host(part)
 
+    def rooms() -> list[int]:
+        """Bytes of what there is to send of each worker's range, or of each worker."""
+        return [sum(one.compressor.payload_bytes(one.info.part(*one.own[j])) for one in cargo if _entries(one.own[j]))
+                for j in range(world)]
+
     with flight.timed("encode"):
         for one in cargo:
             one.cut(workers, scatter)
@@ -688,7 +696,7 @@ def compressed(flight: Flight) -> Route:
             by_owner = [[next(queue) for one, queue in zip(cargo, queues) if _entries(one.own[owner])] for owner in range(world)]
             message = _joined([payload for payloads in by_owner for payload in payloads], cargo[0])
             splits = torch.tensor([sum(payload.numel() for payload in payloads) for payloads in by_owner], dtype=torch.int32)
-        received, lengths = yield flight.start("alltoall", message, label=".owners", splits=splits)
+        received, lengths = yield flight.start("alltoall", message, label=".owners", splits=splits, rooms=rooms)
         with flight.timed("decode"):
             owned = [one for one in cargo if _entries(one.own[rank])]
             expected = [payload.numel() for payload in by_owner[rank]]
@@ -699,7 +707,7 @@ def compressed(flight: Flight) -> Route:
                 reduced = [one._failure(_entries(one.own[rank]), rank, str(error)) for one in owned]
             message = _joined(reduced, cargo[0])
 
-    gathered = yield flight.start("allgather", message, last=workers.host is None)
+    gathered = yield flight.start("allgather", message, last=workers.host is None, rooms=rooms)
     if workers.host is not None:
         gathered = yield flight.start("allgather", gathered, workers.host, ".handed_on", last=True)
 

@@ -1,24 +1,64 @@
-"""The workers' network: who shares a host, and what collectives and codes cost here. All of this is called by all workers
-together."""
+"""Horovod as the workers' network: its collectives, who shares a host, and what collectives and codes cost here.
+
+A :class:`hvd_quant.torch.reducer.Reducer` goes by the names in this module; :mod:`hvd_quant.torch.c10d` has the same. All that
+asks other workers is called by all of them together.
+"""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import ProcessSet
 
-from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import cost, hosts
 from hvd_quant.exchange.hosts import process_set_of
-from hvd_quant.ops import torch as ops
+from hvd_quant.torch import measuring
 from hvd_quant.torch.exchanges import Workers
 
 ELASTIC = os.environ.get("HOROVOD_ELASTIC") == "1"
+IN_ORDER = False
+"""Whether workers have to start their collectives in the same order; Horovod pairs them up by name."""
+REFUSES = True
+"""Whether a collective of shapes that don't fit is refused on all workers."""
+Error = mpi_ops.HorovodInternalError
+"""What a collective fails with."""
+mpi_enabled = mpi_ops.mpi_enabled
+
+
+def start(kind: str, tensor: torch.Tensor, name: str, process_set: ProcessSet, number: int, rooms: Any = None,
+          **arguments: Any) -> Any:
+    """Start a collective and return its handle.
+
+    Arguments:
+        kind: "allreduce", which is in place, "allgather" or "alltoall".
+        number: of the exchange's collectives before this one.
+        rooms: a function that returns, by rank, the bytes that an allgather brings from each worker, or that each gets of an
+            alltoall, at most; of a worker that failed it may be more. Horovod finds that out by itself.
+        arguments: Horovod's, such as ``op`` and ``splits``.
+    """
+    collective = getattr(mpi_ops, "allreduce_async_" if kind == "allreduce" else f"{kind}_async")
+    return collective(tensor, name=name, process_set=process_set, **arguments)
+
+
+def arrived(handle: Any) -> bool:
+    """Whether it has a result, or never will have."""
+    return mpi_ops.poll(handle)
+
+
+def result(handle: Any) -> Any:
+    """What a collective brought, once it is there; of an alltoall, with how much is from whom."""
+    return mpi_ops.synchronize(handle)
+
+
+def gather(row: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """All workers' rows, by rank. Horovod negotiates anew what has another size than before, so names are to tell that."""
+    return mpi_ops.allgather(row, name=name, process_set=process_set)
 
 
 def workers_by_host(process_set: ProcessSet) -> Workers:
@@ -66,73 +106,9 @@ def broadcast(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> None:
 
 def slowest(seconds: list[float], process_set: ProcessSet) -> list[float]:
     """The largest of all workers' values, each by itself."""
-    rows = mpi_ops.allgather(torch.tensor([seconds], dtype=torch.float64), name=f"hvd_quant.measure.slowest.{len(seconds)}",
-                             process_set=process_set)
-    return rows.max(0).values.tolist()
+    return measuring.slowest(sys.modules[__name__], seconds, process_set)
 
 
 def costs(workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
     """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
-    compressors = sorted(compressors, key=cost.key_of)
-    with_fp16 = any(compressor.only_if_faster for compressor in compressors)
-    key = (*workers.all.ranks, -1, *workers.across.ranks, device, with_fp16, *map(cost.key_of, compressors))
-    if key not in _measured:
-        _measured[key] = cost.measure(_Workers(workers, device), compressors)
-    return _measured[key]
-
-
-_measured: dict[tuple, cost.Costs] = {}
-
-
-class _Workers:
-    """See :class:`hvd_quant.exchange.cost.Workers`."""
-
-    def __init__(self, workers: Workers, device: torch.device) -> None:
-        self._all, self._process_set, self._device = workers.all, workers.across, device
-
-    def collective(self, kind: str, nbytes: int) -> float:
-        world = self._process_set.size()
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        arguments = {}
-        name = f"hvd_quant.measure.{kind}.{nbytes}"  # Horovod negotiates anew what has another size than before
-        if kind.startswith("allreduce"):
-            tensor, kind = tensor.view(torch.float16 if kind == "allreduce_fp16" else torch.float32), "allreduce"
-        elif kind == "alltoall":
-            share = nbytes // world
-            arguments["splits"] = torch.tensor([share] * (world - 1) + [nbytes - share * (world - 1)], dtype=torch.int32)
-        self.slowest([0.0])  # all start together
-        start = time.perf_counter()
-        handle = getattr(mpi_ops, f"{kind}_async")(tensor, name=name, process_set=self._process_set, **arguments)
-        while not mpi_ops.poll(handle):
-            time.sleep(5e-5)
-        mpi_ops.synchronize(handle)
-        return time.perf_counter() - start
-
-    def rates(self, compressor: Compressor, entries: int) -> cost.Rates:
-        world = self._process_set.size()
-        info = TensorInfo.whole("", (entries,), world=world)
-        grad = torch.randn(entries, generator=torch.Generator().manual_seed(0)).to(self._device)
-        state = {key: torch.zeros(shape, device=self._device) for key, shape in compressor.state_shapes(info).items()}
-        out = ops.new_vector(entries, grad)
-        payload = None
-
-        def encode() -> None:
-            nonlocal payload
-            payload = compressor.encode(ops, grad, state, compressor.measure(ops, grad, state, info), info)
-
-        def timed(action: Callable[[], object]) -> float:
-            times = []
-            for _ in range(5):
-                start = time.perf_counter()
-                action()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                times.append(time.perf_counter() - start)
-            return statistics.median(times) / entries
-
-        self.slowest([0.0])
-        return cost.Rates(timed(encode), timed(lambda: compressor.decode_mean(ops, [payload] * world, info, out)),
-                          timed(lambda: compressor.decode_sum(ops, [payload], info, out)))
-
-    def slowest(self, seconds: list[float]) -> list[float]:
-        return slowest(seconds, self._all)
+    return measuring.costs(sys.modules[__name__], workers, compressors, device)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import Average, ProcessSet
 
@@ -103,6 +102,7 @@ class Reducer:
         process_set: the workers to reduce over.
         bucket_bytes: dense bytes of gradients that travel together.
         number: tells the collectives from those of another reducer with the same names.
+        network: the module by which they travel: :mod:`hvd_quant.torch.network`, or one with the same names.
 
     Raises:
         TypeError: for a parameter that is not real floating point.
@@ -110,8 +110,10 @@ class Reducer:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], select: Callable[[str], Compressor],
-                 op: int, predivide: float, process_set: ProcessSet, bucket_bytes: int = buckets.BUCKET_BYTES, number: int = 0) -> None:
-        self.op, self.predivide, self.process_set, self.number, self.stats = op, predivide, process_set, number, Stats()
+                 op: int, predivide: float, process_set: ProcessSet, bucket_bytes: int = buckets.BUCKET_BYTES, number: int = 0,
+                 network: Any = network) -> None:
+        self.op, self.predivide, self.process_set, self.number = op, predivide, process_set, number
+        self.stats, self._network = Stats(), network
         self.groups: list[list[str]] = []
         self._select, self._bucket_bytes = select, bucket_bytes
         self._slots: dict[str, Slot] = {}
@@ -192,6 +194,8 @@ class Reducer:
             if not bucket.started:
                 self._start(bucket)
         flights = [flight for bucket in planned for flight in bucket.flights]
+        if self._network.IN_ORDER:
+            flights.sort(key=self._flying.index)
         self._forget()
         if self.complete(flights):
             self._decide_together([one.slot for flight in flights if flight.kind not in ("dense", "sparse") for one in flight.cargo
@@ -248,7 +252,7 @@ class Reducer:
             flight.cancelled = True
         try:
             self.complete(flights)
-        except mpi_ops.HorovodInternalError:
+        except self._network.Error:
             pass  # what was lost needs no cancelling
 
     def _forget(self) -> None:
@@ -262,7 +266,7 @@ class Reducer:
             while not (flight.here or flight.done):
                 if flight.arrived():
                     flight.advance()
-                elif not self._progress(flight):
+                elif not self._progress():
                     with flight.timed("wait"):
                         time.sleep(pause)
                         pause = min(1.5 * pause, 5e-4)
@@ -271,14 +275,19 @@ class Reducer:
         if flight.failure is not None:
             raise flight.failure
 
-    def _progress(self, waited_for: Flight | None = None) -> bool:
+    def _progress(self) -> bool:
         """Go on with what has arrived of exchanges of several collectives, but for writing gradients; whether there was any.
-        It never waits: two workers that take different branches of a model meet their buckets in different orders."""
+        It never waits: two workers that take different branches of a model meet their buckets in different orders. Where the
+        network pairs collectives by their order, none overtakes an exchange that was started before it."""
         went_on = False
         for flight in self._flying:
-            if flight is not waited_for and not flight.done and not flight.landing and flight.arrived():
+            if flight.done or flight.landing:
+                continue
+            if flight.arrived():
                 flight.advance()
                 went_on = True
+            elif self._network.IN_ORDER:
+                break
         return went_on
 
     # ------------------------------------------------------------------------------------- what travels how, with what
@@ -328,7 +337,8 @@ class Reducer:
             costs = self.stats.buckets.setdefault(name, BucketCosts())
             costs.exchange, costs.compressor = kind, travels.spec if kind != "dense" else "none"
             costs.tensors = [one.info.name for one in cargo]
-            flight = Flight(name, kind, cargo, self._workers(cargo[0].compressor), self.op, self.predivide, self.stats)
+            flight = Flight(name, kind, cargo, self._workers(cargo[0].compressor), self.op, self.predivide, self.stats,
+                            self._network)
             self._flying.append(flight)
             yield flight
 
@@ -345,7 +355,7 @@ class Reducer:
         if not compressor.hierarchical:
             return Workers(self.process_set, self.process_set)
         if self._by_host is None:
-            self._by_host = network.workers_by_host(self.process_set)
+            self._by_host = self._network.workers_by_host(self.process_set)
         return self._by_host
 
     def _local(self, compressor: Compressor) -> tuple[int, int]:
@@ -360,7 +370,7 @@ class Reducer:
     def _kind(self, slot: Slot, info: TensorInfo) -> str:
         if self.process_set.size() == 1:
             return "dense"
-        return exchange.choose(slot.travels, self._typical(slot, info), mpi_ops.mpi_enabled())
+        return exchange.choose(slot.travels, self._typical(slot, info), self._network.mpi_enabled())
 
     def _typical(self, slot: Slot, info: TensorInfo) -> TensorInfo:
         """The largest part of a tensor that a worker of this host exchanges: all of them have to choose alike."""
@@ -420,13 +430,13 @@ class Reducer:
         infos = self._compressible(compressor, slots)
         if not infos:
             return _NONE
-        if compressor.only_if_faster and not self._settled and not network.ELASTIC:
+        if compressor.only_if_faster and not self._settled and not self._network.ELASTIC:
             return _NONE  # until it is known, after the first step
-        if compressor.only_if_faster and network.ELASTIC:
+        if compressor.only_if_faster and self._network.ELASTIC:
             _log.warning("%s: in an elastic job the network is not measured, since workers that join would wait for the others; "
                          "gradients are compressed", compressor.spec)
             compressor = dataclasses.replace(compressor, only_if_faster=False)
-        return cost.decide(compressor, infos, self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled(), self._policy)
+        return cost.decide(compressor, infos, self._costs.get(self._workers(compressor)), self._network.mpi_enabled(), self._policy)
 
     def _settle(self, gradients: dict[str, torch.Tensor]) -> None:
         """After the first step, when all workers are here: agree on the order of gradients, and measure where something
@@ -436,18 +446,18 @@ class Reducer:
             gradients: examples of them.
         """
         self._settled = True
-        if network.ELASTIC or self.process_set.size() == 1:
+        if self._network.ELASTIC or self.process_set.size() == 1:
             return
         names = list(self._slots)
         numbers = {name: i for i, name in enumerate(names)}
         order = torch.tensor([numbers[name] for name in dict.fromkeys([*self._arrivals, *reversed(names)])], dtype=torch.int32)
-        network.broadcast(order, f"hvd_quant.order.{names[0]}", self.process_set)
+        self._network.broadcast(order, f"hvd_quant.order.{names[0]}", self.process_set)
         self._order = [names[i] for i in order.tolist()]
         for workers in {self._workers(slot.compressor): None for slot in self._slots.values()}:
             undecided = [c for c in {slot.compressor: None for slot in self._slots.values()}
                          if self._workers(c) == workers and _is_open(c, workers.across.size())]
             if undecided:
-                self._costs[workers] = network.costs(workers, undecided, self._slots[names[0]].parameter.device)
+                self._costs[workers] = self._network.costs(workers, undecided, self._slots[names[0]].parameter.device)
         self._planned_for = None
         if self._costs:
             self.plan()
@@ -463,14 +473,14 @@ class Reducer:
         groups = [group for bucket in dict.fromkeys(self._plan.values()) for group in _together(bucket.slots)]
         undecided = [(compressor, self._compressible(compressor, slots)) for (compressor, resumed), slots in groups if not resumed]
         policies = cost.worth_a_trial([(compressor, infos) for compressor, infos in undecided if infos],
-                                      lambda compressor: self._costs.get(self._workers(compressor)), mpi_ops.mpi_enabled())
+                                      lambda compressor: self._costs.get(self._workers(compressor)), self._network.mpi_enabled())
         if len(policies) == 1 or not gradients:
             return policies[0]
         examples = {name: torch.randn_like(gradients[name]) for name in self._order if name in gradients}
         rehearsals = self._rehearsals(policies, list(examples))
-        rounds = [network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set)]
+        rounds = [self._network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set)]
         for _ in range(cost.rehearsals(sum(rounds[0]))):  # in turn: what else the machine does changes with time
-            rounds.append(network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set))
+            rounds.append(self._network.slowest([rehearsal._rehearse(examples) for rehearsal in rehearsals], self.process_set))
         times = [sorted(one)[len(one) // 4] for one in zip(*rounds[1:])]  # the first made connections and memory
         _log.info("exchanges were tried: %s", ", ".join(f"{policy} {1e3 * t:.1f} ms" for policy, t in zip(policies, times)))
         return policies[times.index(min(times))]
@@ -480,7 +490,7 @@ class Reducer:
         rehearsals, state = [], {name: {} for name in names}
         for policy in policies:
             rehearsal = Reducer([(name, self._slots[name].parameter) for name in names], self._select, self.op, self.predivide,
-                                self.process_set, self._bucket_bytes, self.number)
+                                self.process_set, self._bucket_bytes, self.number, self._network)
             rehearsal.groups, rehearsal._order, rehearsal._costs = self.groups, names, self._costs
             rehearsal._policy, rehearsal._settled = policy, True
             for name, slot in rehearsal._slots.items():
@@ -493,7 +503,7 @@ class Reducer:
     def _rehearse(self, gradients: dict[str, torch.Tensor]) -> float:
         """Seconds of exchanging copies of gradients."""
         given = {name: grad.clone() for name, grad in gradients.items()}
-        network.slowest([0.0], self.process_set)  # all start together
+        self._network.slowest([0.0], self.process_set)  # all start together
         start = time.perf_counter()
         for name, grad in given.items():
             self.ready(name, grad)
@@ -609,7 +619,7 @@ class Reducer:
             kept = found.get(slot.info.name, {})
             slot.averaged = kept.get("averaged", 0)
             same = kept.get("compressor") == slot.compressor.spec
-            goes_on = same and kept.get("travels", "none") != "none" and not network.ELASTIC
+            goes_on = same and kept.get("travels", "none") != "none" and not self._network.ELASTIC
             slot.resumed = get_compressor(kept["travels"]) if goes_on else None
             for key, value in slot.state.items():
                 value.copy_(values[key]) if key in values else value.zero_()
@@ -648,7 +658,7 @@ class Reducer:
         self._joined, self._planned_for = True, None
 
     def _require_joined(self) -> None:
-        if network.ELASTIC and not self._joined:
+        if self._network.ELASTIC and not self._joined:
             for slot in self._slots.values():
                 slot.compressor.require_no_counts()
 

@@ -18,7 +18,7 @@ STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
     "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", STALLS),
-    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
+    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[adefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efh]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!a]*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),

@@ -103,7 +103,8 @@ def test_arguments_are_checked(arguments, sentence, capsys):
 def test_rows_of_a_version_to_come_are_left_out():
     assert allreduce_workers.unavailable("sorcery:exchange=allgather").startswith("there is no compressor 'sorcery'")
     assert allreduce_workers.unavailable("topk:exchange=telepathy").startswith("topk: exchange='telepathy' is not accepted")
-    for row in (BASELINE, allreduce_grid.POWERSGD, "none", "onebit:exchange=allgather", IDEAL + "topk:exchange=allgather"):
+    for row in (BASELINE, allreduce_grid.POWERSGD, "none", "onebit:exchange=allgather", IDEAL + "topk:exchange=allgather",
+                *(row for row in ROWS if row.startswith("DDP"))):
         assert allreduce_workers.unavailable(row) is None
 
 

@@ -71,3 +71,28 @@ def test_one_worker_without_a_launcher():
             scaler.update()
             assert torch.equal(model.weight, before) == (factor != 1)
         assert scaler.get_scale() == 8
+
+
+def test_a_hook_for_ddp_asks_horovod_for_nothing(monkeypatch):
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("hvd_quant.torch", reason="Horovod is not built for PyTorch")
+    for name in ("rank", "size", "mpi_enabled", "allreduce_async_", "allgather", "allgather_async", "alltoall_async", "broadcast_"):
+        monkeypatch.delattr(f"horovod.torch.mpi_ops.{name}")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, plain = torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)
+        plain.load_state_dict(model.state_dict())
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        hook = hvd.ddp_comm_hook("topk:min_numel=0,momentum=0.9", ddp)
+        ddp.register_comm_hook(None, hook)
+        for m, how in ((ddp, {}), (plain, {"momentum": 0.9})):
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1, **how)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (m(torch.ones(2, 20)) ** 2).sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
+        assert hook.compression_stats()["steps"] == 3
+        hook.load_compression_state_dict(hook.compression_state_dict())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,91 @@
+"""What collectives and codes cost on a network: :mod:`hvd_quant.torch.network`, or a module with the same names. All of this is
+called by all workers together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import Sum
+
+from hvd_quant.compressors import Compressor, TensorInfo
+from hvd_quant.exchange import cost
+from hvd_quant.ops import torch as ops
+from hvd_quant.torch.exchanges import Workers
+
+
+def slowest(network: Any, seconds: list[float], group: Any) -> list[float]:
+    """The largest of all workers' values, each by itself."""
+    rows = network.gather(torch.tensor([seconds], dtype=torch.float64), f"hvd_quant.measure.slowest.{len(seconds)}", group)
+    return rows.max(0).values.tolist()
+
+
+def costs(network: Any, workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
+    """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
+    compressors = sorted(compressors, key=cost.key_of)
+    with_fp16 = any(compressor.only_if_faster for compressor in compressors)
+    key = (network, *workers.all.ranks, -1, *workers.across.ranks, device, with_fp16, *map(cost.key_of, compressors))
+    if key not in measured:
+        measured[key] = cost.measure(_Workers(network, workers, device), compressors)
+    return measured[key]
+
+
+measured: dict[tuple, cost.Costs] = {}
+
+
+class _Workers:
+    """See :class:`hvd_quant.exchange.cost.Workers`."""
+
+    def __init__(self, network: Any, workers: Workers, device: torch.device) -> None:
+        self._network, self._all, self._across, self._device = network, workers.all, workers.across, device
+
+    def collective(self, kind: str, nbytes: int) -> float:
+        world = self._across.size()
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        shares = [nbytes // world] * (world - 1) + [nbytes - nbytes // world * (world - 1)]
+        arguments: dict[str, Any] = {"rooms": lambda: [nbytes] * world}
+        name = f"hvd_quant.measure.{kind}.{nbytes}"  # Horovod negotiates anew what has another size than before
+        if kind.startswith("allreduce"):
+            tensor, kind = tensor.view(torch.float16 if kind == "allreduce_fp16" else torch.float32), "allreduce"
+            arguments = {"op": Sum}
+        elif kind == "alltoall":
+            arguments = {"splits": torch.tensor(shares, dtype=torch.int32), "rooms": lambda: shares}
+        self.slowest([0.0])  # all start together
+        start = time.perf_counter()
+        handle = self._network.start(kind, tensor, name, self._across, 0, **arguments)
+        while not self._network.arrived(handle):
+            time.sleep(5e-5)
+        self._network.result(handle)
+        return time.perf_counter() - start
+
+    def rates(self, compressor: Compressor, entries: int) -> cost.Rates:
+        world = self._across.size()
+        info = TensorInfo.whole("", (entries,), world=world)
+        grad = torch.randn(entries, generator=torch.Generator().manual_seed(0)).to(self._device)
+        state = {key: torch.zeros(shape, device=self._device) for key, shape in compressor.state_shapes(info).items()}
+        out = ops.new_vector(entries, grad)
+        payload = None
+
+        def encode() -> None:
+            nonlocal payload
+            payload = compressor.encode(ops, grad, state, compressor.measure(ops, grad, state, info), info)
+
+        def timed(action: Callable[[], object]) -> float:
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                action()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                times.append(time.perf_counter() - start)
+            return statistics.median(times) / entries
+
+        self.slowest([0.0])
+        return cost.Rates(timed(encode), timed(lambda: compressor.decode_mean(ops, [payload] * world, info, out)),
+                          timed(lambda: compressor.decode_sum(ops, [payload], info, out)))
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        return slowest(self._network, seconds, self._all)
