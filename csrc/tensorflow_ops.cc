@@ -386,7 +386,25 @@ class OfGradient : public Kernel {
   virtual void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) = 0;
 };
 
-// The payloads of all ranges, one after another, and their bytes.
+// Takes the encode of a range back, but for a payload that tells no more what was encoded.
+template <class Format>
+void take_back(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t range, const uint8_t* payload) {
+  const int64_t size = format.payload_bytes(cut.entries(), range);
+  std::vector<uint8_t> clean(payload, payload + size);
+  std::vector<float> decoded(cut.entries());
+  try {
+    if (hvd_quant::check_header({clean.data(), size}, format.codec(), cut.entries()) & hvd_quant::kFailed) return;
+    hvd_quant::check_sum({clean.data(), size});
+    hvd_quant::seal(clean.data(), size, true);
+    format.decode_sum({{clean.data(), size}}, cut.entries(), range, 1.0f, decoded.data(), threads(ctx));
+  } catch (const PayloadError&) {
+    return;
+  }
+  hvd_quant::restore(e, decoded.data(), g, cut.entries(), threads(ctx));
+}
+
+// The payloads of all ranges, one after another, and their bytes. In the place of an error, the others get failure payloads from
+// this `worker`, so that they don't wait for it, unless that is negative; the residual is as before then.
 template <class Form>
 class Encode : public OfGradient {
  public:
@@ -403,19 +421,63 @@ class Encode : public OfGradient {
  private:
   void run(OpKernelContext* ctx, const float* grad, Residual* residual, int64_t numel) final {
     const auto cuts = cuts_of(bounds_, numel);
-    prepare(ctx);
-    auto* payload = new_output<uint8_t>(ctx, {payloads_bytes(*format_, cuts)});
+    const auto worker = scalar<int32_t>(ctx, "worker");
     auto* sizes = new_output<int64_t>(ctx, {int64_t(cuts.size())}, 1);
+    Tensor payloads;
+    const absl::Status status = status_of([&] { payloads = encoded(ctx, grad, residual, cuts, sizes); });
+    if (!status.ok()) {
+      if (worker < 0) throw Failure{status};
+      payloads = failures(ctx, worker, std::string(status.message()), cuts, sizes);
+    }
+    ctx->set_output(0, payloads);
+  }
+
+  Tensor encoded(OpKernelContext* ctx, const float* grad, Residual* residual, const std::vector<Cut>& cuts, int64_t* sizes) {
+    prepare(ctx);
+    Tensor payloads = bytes(ctx, payloads_bytes(*format_, cuts));
+    uint8_t* const begin = payloads.flat<uint8_t>().data();
+    uint8_t* payload = begin;
     float* e = residual ? residual->write(ctx) : nullptr;
     for (size_t i = 0; i < cuts.size(); ++i) {
       const Cut cut = cuts[i];
       sizes[i] = 0;
-      if (cut.entries() == 0 && cuts.size() > 1) continue;
+      if (skipped(cut, cuts)) continue;
       sizes[i] = format_->payload_bytes(cut.entries(), i);
-      encode(ctx, *format_, grad + cut.first, e ? e + cut.first : nullptr, cut, i, payload);
+      try {
+        encode(ctx, *format_, grad + cut.first, e ? e + cut.first : nullptr, cut, i, payload);
+      } catch (...) {
+        payload = begin;
+        for (size_t j = 0; e && j < i; payload += sizes[j++])
+          if (sizes[j]) take_back(ctx, *format_, grad + cuts[j].first, e + cuts[j].first, cuts[j], j, payload);
+        throw;
+      }
       payload += sizes[i];
     }
+    return payloads;
   }
+
+  Tensor failures(OpKernelContext* ctx, int32_t worker, const std::string& reason, const std::vector<Cut>& cuts,
+                  int64_t* sizes) const {
+    std::vector<uint8_t> all;
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      sizes[i] = 0;
+      if (skipped(cuts[i], cuts)) continue;
+      const auto one = hvd_quant::failure(format_->codec(), cuts[i].entries(), worker, reason);
+      sizes[i] = int64_t(one.size());
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    Tensor payloads = bytes(ctx, int64_t(all.size()));
+    std::copy(all.begin(), all.end(), payloads.flat<uint8_t>().data());
+    return payloads;
+  }
+
+  static Tensor bytes(OpKernelContext* ctx, int64_t size) {
+    Tensor tensor;
+    ok(ctx->allocate_temp(tensorflow::DT_UINT8, {size}, &tensor));
+    return tensor;
+  }
+  static bool skipped(Cut cut, const std::vector<Cut>& cuts) { return cut.entries() == 0 && cuts.size() > 1; }
+
   virtual void prepare(OpKernelContext* ctx) {}
   virtual void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t range,
                       uint8_t* payload) = 0;
@@ -804,19 +866,8 @@ class Undo : public OfGradient {
     for (size_t i = 0; i < cuts.size(); ++i) {
       const Cut cut = cuts[i];
       if (cut.entries() == 0) continue;
-      const int64_t size = format_->payload_bytes(cut.entries(), i);
-      std::vector<uint8_t> clean(payload, payload + size);
-      payload += size;
-      std::vector<float> decoded(cut.entries());
-      try {
-        if (hvd_quant::check_header({clean.data(), size}, format_->codec(), cut.entries()) & hvd_quant::kFailed) continue;
-        hvd_quant::check_sum({clean.data(), size});
-        hvd_quant::seal(clean.data(), size, true);
-        format_->decode_sum({{clean.data(), size}}, cut.entries(), i, 1.0f, decoded.data(), threads(ctx));
-      } catch (const PayloadError&) {
-        continue;
-      }
-      hvd_quant::restore(e + cut.first, decoded.data(), grad + cut.first, cut.entries(), threads(ctx));
+      take_back(ctx, *format_, grad + cut.first, e + cut.first, cut, i, payload);
+      payload += format_->payload_bytes(cut.entries(), i);
     }
   }
 
@@ -1009,6 +1060,7 @@ absl::Status vector_of_numel(InferenceContext* ctx) {
   REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL);                      \
   REGISTER_KERNEL_BUILDER(Name(NAME "WithResidual").Device(DEVICE_CPU), KERNEL)
 
+#define WORKER .Input("worker: int32")
 #define PAYLOADS .Attr("bounds: list(int) = []").Output("payload: uint8").Output("sizes: int64")
 #define SIGNS .Attr("block_size: int").Attr("zeros: bool")
 #define QSGD .Attr("bits: int").Attr("block_size: int")
@@ -1020,29 +1072,29 @@ absl::Status vector_of_numel(InferenceContext* ctx) {
 #define TOPK SPARSE.Attr("values: string")
 #define CAST .Attr("dtype: string").Attr("codec: string")
 
-REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", SignsEncode<Onebit>, SIGNS, PAYLOADS, payloads_of<Onebit>);
-REGISTER_OF_GRADIENT("HvdQuantSignsgdEncode", SignsEncode<SignSgd>, SIGNS, PAYLOADS, payloads_of<SignSgd>);
-REGISTER_OF_GRADIENT("HvdQuantQsgdEncode", FieldsEncode<Qsgd>, AT_RANDOM QSGD.Attr("norm: string"), PAYLOADS,
+REGISTER_OF_GRADIENT("HvdQuantOnebitEncode", SignsEncode<Onebit>, WORKER SIGNS, PAYLOADS, payloads_of<Onebit>);
+REGISTER_OF_GRADIENT("HvdQuantSignsgdEncode", SignsEncode<SignSgd>, WORKER SIGNS, PAYLOADS, payloads_of<SignSgd>);
+REGISTER_OF_GRADIENT("HvdQuantQsgdEncode", FieldsEncode<Qsgd>, WORKER AT_RANDOM QSGD.Attr("norm: string"), PAYLOADS,
                      payloads_of<Qsgd>);
 REGISTER_OF_GRADIENT("HvdQuantTerngradMeasure", TernGradMeasure, .Input("clip: double"), .Output("largest: float"), one_number);
-REGISTER_OF_GRADIENT("HvdQuantTerngradEncode", FieldsEncode<TernGrad>, .Input("largest: float") AT_RANDOM, PAYLOADS,
+REGISTER_OF_GRADIENT("HvdQuantTerngradEncode", FieldsEncode<TernGrad>, WORKER .Input("largest: float") AT_RANDOM, PAYLOADS,
                      payloads_of<TernGrad>);
-REGISTER_OF_GRADIENT("HvdQuantNaturalEncode", FieldsEncode<Natural>, AT_RANDOM, PAYLOADS, payloads_of<Natural>);
-REGISTER_OF_GRADIENT("HvdQuantBlockwise8Encode", FieldsEncode<Blockwise8>, BLOCKWISE8, PAYLOADS, payloads_of<Blockwise8>);
-REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, .Input("step: int64").Attr("tau: float") SPARSE,
+REGISTER_OF_GRADIENT("HvdQuantNaturalEncode", FieldsEncode<Natural>, WORKER AT_RANDOM, PAYLOADS, payloads_of<Natural>);
+REGISTER_OF_GRADIENT("HvdQuantBlockwise8Encode", FieldsEncode<Blockwise8>, WORKER BLOCKWISE8, PAYLOADS, payloads_of<Blockwise8>);
+REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, WORKER .Input("step: int64").Attr("tau: float") SPARSE,
                      PAYLOADS, payloads_of<Sparse<Code::threshold>>);
 REGISTER_OF_GRADIENT("HvdQuantAdaptiveMeasure", AdaptiveMeasure, .Input("ratio: double").Input("step: int64"),
                      .Output("thresholds: float"), two_thresholds);
-REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, .Input("thresholds: float").Input("step: int64") SPARSE,
+REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, WORKER .Input("thresholds: float").Input("step: int64") SPARSE,
                      PAYLOADS, payloads_of<Sparse<Code::adaptive>>);
 REGISTER_OF_GRADIENT("HvdQuantTopkMeasure", TopkMeasure, .Input("ratio: double").Input("step: int64"),
                      .Output("thresholds: float"), two_thresholds);
 REGISTER_OF_GRADIENT("HvdQuantModelMeasure", ModelMeasure, .Input("ratio: double").Input("step: int64").Input("threshold: float"),
                      .Output("thresholds: float").Output("magnitudes: float"), thresholds_and_sample);
-REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, .Input("thresholds: float").Input("step: int64") TOPK,
+REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, WORKER .Input("thresholds: float").Input("step: int64") TOPK,
                      PAYLOADS, payloads_of<Sparse<Code::topk>>);
 
-REGISTER_OP("HvdQuantCastEncode").Input("grad: float") CAST PAYLOADS.SetShapeFn(payloads_of<Values>);
+REGISTER_OP("HvdQuantCastEncode").Input("grad: float") WORKER CAST PAYLOADS.SetShapeFn(payloads_of<Values>);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantCastEncode").Device(DEVICE_CPU), CastEncode);
 
 REGISTER_OP("HvdQuantLocate")

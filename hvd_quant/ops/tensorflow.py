@@ -117,9 +117,9 @@ def _encode(op: str, grad: tf.Tensor | Part, residual: tf.Variable | None, slots
     return _encode_all([Asked(op, Part(grad, 0, 0), arguments, slots)], []).payload
 
 
-def _encode_all(asked: list[Asked], bounds: list[int]) -> Any:
+def _encode_all(asked: list[Asked], bounds: list[int], worker: Any = -1) -> Any:
     """The operation: its output ``payload`` has the payloads one after another, ``sizes`` their bytes."""
-    arguments = dict(asked[0].arguments)
+    arguments = {**asked[0].arguments, "worker": worker}
     residual = arguments.pop("residual")
     op = f"hvd_quant_{asked[0].op}_encode"
     if residual is not None:
@@ -131,10 +131,14 @@ def _slots(asked: list[Asked]) -> dict[str, list[int]]:
     return {} if asked[0].slots is None else {"slots": [one.slots for one in asked]}
 
 
-def encode_parts(asked: list[Asked]) -> Any:
+def encode_parts(asked: list[Asked], worker: Any = -1) -> Any:
     """One operation that encodes ranges of a vector, all in the same way: its output ``payload`` has their payloads one after
-    another, ``sizes`` their bytes, 0 for a range without entries."""
-    return _encode_all(_alike(asked), _bounds(asked))
+    another, ``sizes`` their bytes, 0 for a range without entries.
+
+    Arguments:
+        worker: this one's rank, with which failure payloads tell of an error, which isn't raised then.
+    """
+    return _encode_all(_alike(asked), _bounds(asked), worker)
 
 
 def _bounds(asked: list[Asked]) -> list[int]:

@@ -46,10 +46,11 @@ class Traced:
         self._compressor = compressor
 
     def encode(self, vector: tf.Tensor, state: State, info: TensorInfo, cuts: list[tuple[int, int]]) -> Encoded:
-        """Encode ranges of the vector, which holds the entries ``info.range`` of a tensor."""
+        """Encode ranges of the vector, which holds the entries ``info.range`` of a tensor. A worker that can't make payloads sends
+        the reason, so that the others don't wait for it."""
         params = self._compressor.measure(ops, vector, state, info)
         asked = [self._compressor.encode(ops, _part(vector, cut, info), state, params, info.part(*cut)) for cut in cuts]
-        encoded = ops.encode_parts(asked)
+        encoded = ops.encode_parts(asked, info.rank)
         return Encoded(vector, state, info, cuts, encoded.payload, encoded.sizes)
 
     def reduce(self, payloads: ops.Payloads, state: State, info: TensorInfo) -> tuple[Encoded, tf.Tensor]:
@@ -77,7 +78,6 @@ class Traced:
         decode = self._compressor.decode_mean if mean else self._compressor.decode_sum
         return ops.decode_parts([decode(ops, _part(payloads, cut, info), info.part(*cut)) for cut in cuts], info.numel, out)
 
-
     def between_steps(self, slots: list[tuple[TensorInfo, State]]) -> Any:
         """What is decided for several tensors together; what it returns is done when their state is written."""
         return self._compressor.between_steps(ops, slots)
@@ -99,7 +99,7 @@ class Hosted:
         self._compressor = compressor
 
     def encode(self, vector: tf.Tensor, state: State, info: TensorInfo, cuts: list[tuple[int, int]]) -> Encoded:
-        """As :meth:`Traced.encode`. A worker that can't make payloads sends the reason, so that the others don't wait for it."""
+        """As :meth:`Traced.encode`."""
         def encode(at: TensorInfo, arrays: dict[str, np.ndarray], grad: np.ndarray) -> list[np.ndarray]:
             try:
                 payloads = self._payloads(grad, arrays, at, cuts)

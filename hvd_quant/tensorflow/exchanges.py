@@ -163,9 +163,11 @@ class Landed(NamedTuple):
     costs: tf.Tensor
 
 
-Route = Generator[Callable[[], tf.Tensor], tf.Tensor | None, Landed]
+Route = Generator[Any, Any, Landed]
 """An exchange that stops when everything has arrived. It yields a function that makes a scalar of the graph: whether a value was
-not finite, the same on all workers. It goes on when it is sent whether the step is void, or None where nothing is kept."""
+not finite, the same on all workers. It goes on when it is sent whether the step is void, or None where nothing is kept. One whose
+decoders may stop the graph with an error then yields what takes its encodes back, and goes on when it is sent what has to happen
+before any decoder starts."""
 
 
 def not_finite(tensors: Iterable[tf.Tensor]) -> tf.Tensor:
@@ -185,13 +187,30 @@ def unless(void: tf.Tensor | None, gradients: list[Gradient]) -> list[Gradient]:
             for gradient, value in zip(gradients, values)]
 
 
-def end(route: Generator[Any, tf.Tensor | None, Any], void: tf.Tensor | None) -> Any:
-    """What a route returns when it is told whether the step is void."""
+def rest(route: Generator[Any, Any, Any], void: tf.Tensor | None) -> Generator[list[Any], list[Any], Any]:
+    """What is left of a route that has told whether a value was not finite, and what it returns."""
     try:
-        route.send(void)
+        route.send((yield route.send(void)))
     except StopIteration as stopped:
         return stopped.value
-    raise RuntimeError("an exchange stops once")
+    raise RuntimeError("an exchange stops twice at most")
+
+
+def end(routes: list[Generator[Any, Any, Any]], void: tf.Tensor | None) -> list[Any]:
+    """What routes return when they are told whether the step is void: all encodes are taken back before anything is decoded."""
+    returned, undone = {}, {}
+    for route in routes:
+        try:
+            undone[route] = route.send(void)
+        except StopIteration as stopped:
+            returned[route] = stopped.value
+    first = [tf.group(*itertools.chain(*undone.values()))]
+    for route in undone:
+        try:
+            route.send(first)
+        except StopIteration as stopped:
+            returned[route] = stopped.value
+    return [returned[route] for route in routes]
 
 
 class Clock:
@@ -407,9 +426,10 @@ class Flight:
         teller = tf.where(tf.reduce_any(wrong), tf.argmax(wrong, output_type=tf.int32), -1)
         void = yield lambda: tf.reduce_any(flags > 0)
         voids = flags if void is None else tf.where(void, tf.maximum(flags, wire.NONFINITE), flags)
+        undone = [code.undo(what, own) for own, encodes in zip(tf.unstack(voids), encoded) for what in encodes if what.state]
+        undone = yield [done for done in undone if done is not None]
         totals = []
-        for of_one, own, one, flat, cut, encodes in zip(payloads, tf.unstack(voids), cargo, flats, cuts, encoded):
-            undone = [done for done in (code.undo(what, own) for what in encodes if what.state) if done is not None]
+        for of_one, one, flat, cut, encodes in zip(payloads, cargo, flats, cuts, encoded):
             as_mean = scatter or one.memory.active or self.op == Average
             with tf.control_dependencies(undone):
                 total = code.decode(of_one._replace(teller=teller), one.info, cut, as_mean and not scatter, flat)
@@ -511,7 +531,7 @@ class Flight:
             route = getattr(dataclasses.replace(self, cargo=[cargo]), exchange)()
             ask = next(route)
             flagged = ask() if kept else None
-            landed = end(route, flagged)
+            (landed,) = end([route], flagged)
             dense = tf.reshape(landed.gradients[0], [table.count, table.width])
             rows = tf.where(tf.reduce_any(dense != 0, 1))[:, 0]
             return (Landed([self._slices(rows, tf.gather(dense, rows))], landed.costs),

@@ -21,8 +21,8 @@ from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import agreement, network
 from hvd_quant.tensorflow.agreement import Verifier, settled
 from hvd_quant.tensorflow.codes import Hosted, Traced
-from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, by, end, label_of, unless
-from hvd_quant.tensorflow.state import COSTS, Slot, State, Way, untracked
+from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, by, end, label_of, rest, unless
+from hvd_quant.tensorflow.state import COSTS, REAL, Slot, State, Way, untracked
 
 _NONE, _FP16 = get_compressor("none"), get_compressor("fp16")
 
@@ -283,7 +283,7 @@ class Reducer(tf.Module):
         if len(ways) == 1 and not network.ELASTIC:
             route = go(ways[0])
             void = yield next(route)
-            landed = end(route, void)
+            landed = yield from rest(route, void)
         else:
             landed, void = yield from self._chosen_when_it_runs(ways, slots, grads, infos, go)
         added = self.state.account(slots, label).costs.assign_add(landed.costs)
@@ -300,7 +300,7 @@ class Reducer(tf.Module):
             route = go(way)
             ask = next(route)
             flagged = ask() if before else None
-            return end(route, flagged), tf.constant(False) if flagged is None else flagged
+            return end([route], flagged)[0], tf.constant(False) if flagged is None else flagged
 
         def exchanged() -> tuple[Landed, tf.Tensor]:
             least = tf.reduce_min(tf.stack([info.step for info in infos]))
@@ -367,7 +367,7 @@ def _between_steps(stage: Compressor | None, told: list[Any]) -> tf.Tensor:
         return tf.constant(True)
 
 
-Step = Generator[Callable[[], tf.Tensor], tf.Tensor | None, list[Gradient]]
+Step = Generator[Any, Any, list[Gradient]]
 """An exchange as :data:`Route`, in whichever way, of which the gradients come back."""
 
 
@@ -376,7 +376,8 @@ def _finished(routes: list[tuple[list[Slot], Step]]) -> tuple[dict[Slot, Gradien
     asks = [next(route) for _, route in routes]
     kept = any(slot.state for slots, _ in routes for slot in slots)
     void = tf.reduce_any(tf.stack([ask() for ask in asks])) if kept else None
-    return {slot: grad for slots, route in routes for slot, grad in zip(slots, end(route, void))}, void
+    ended = end([route for _, route in routes], void)
+    return {slot: grad for (slots, _), grads in zip(routes, ended) for slot, grad in zip(slots, grads)}, void
 
 
 def local_gradient(grad: Gradient | None, process_set: ProcessSet) -> Gradient | None:

@@ -227,6 +227,20 @@ def test_ranges_are_encoded_as_each_by_itself(codec):
         np.testing.assert_array_equal(bits(residual), bits(before))
 
 
+def test_a_worker_that_can_not_encode_a_range_says_so_and_keeps_nothing_of_the_others():
+    grad, residual = normal(1000), variable(normal(1000, 1))
+    cuts, before = [(0, 100), (100, 1000)], residual.numpy()  # entries are drawn for by 64, so the second range is refused
+    asked = [ops.natural_encode(ops.Part(tf.constant(grad), *cut), residual, 1, cut[0], 0, 0, 0) for cut in cuts]
+    encoded = ops.encode_parts(asked, 3)
+    for part, (a, b) in zip(np.split(encoded.payload, encoded.sizes[:1]), cuts):
+        with pytest.raises(wire.PayloadError, match="worker 3 failed to encode its gradient: first is 100, expected a multiple of 64"):
+            wire.check(part, "natural", b - a, 0)
+    np.testing.assert_allclose(residual, before, atol=1e-6)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="first is 100"):
+        ops.encode_parts(asked)
+    np.testing.assert_allclose(residual, before, atol=1e-6)
+
+
 def test_a_range_that_is_not_finite_makes_the_whole_nan():
     grad = normal(1000)
     grad[700] = np.nan
