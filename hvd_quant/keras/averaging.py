@@ -159,3 +159,5 @@ class Averaging(Reducing):
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
         return list(grads)
+
+    _hvd_filled = _hvd_reduce

@@ -24,7 +24,7 @@ from keras import ops
 import hvd_quant.keras.hooks  # noqa: F401  wraps two methods of Keras
 from hvd_quant.keras.averaging import Averaging, AveragingSettings
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
-from hvd_quant.keras.window import Window, add_up
+from hvd_quant.keras.window import add_up
 from hvd_quant.tensorflow.reducer import Gradient
 from hvd_quant.tensorflow.variables import plain
 
@@ -68,7 +68,6 @@ def _config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
 class Distributed(Reducing):
     """What a distributed optimizer's class has beside that of the optimizer it was made from."""
 
-    _hvd_window: Window | None = None
     _hvd_variables: Any = None
     _hvd_reduced = False
 
@@ -89,20 +88,21 @@ class Distributed(Reducing):
                 raise ValueError(f"the gradient of {variable.path} is its next value, as in float8 training, and can't "
                                  "be averaged over workers: use mixed_float16 or mixed_bfloat16")
         self._hvd_build(variables)
-        if self._hvd_settings.passes > 1:
-            vars(self)["_hvd_window"] = Window(variables)
-            self._track_trackable(self._hvd_window, "window", overwrite=True)
 
     def apply(self, grads: list[Gradient | None], trainable_variables: list[Any] | None = None) -> None:
         """Reduce the gradients and apply them; with ``backward_passes_per_step``, once a window, and their sum. Then average the
         variables, where that is due."""
         apply = super().apply
-        if self._hvd_settings.passes == 1 or self._hvd_reduced:
-            apply(grads, trainable_variables)
+        if self._hvd_reduced or not grads:
+            return apply(grads, trainable_variables)
+        variables = self._hvd_known(trainable_variables)
+        if len(variables) != len(grads):
+            apply(grads, trainable_variables)  # which tells what is wrong
+        elif self._hvd_settings.passes > 1:
+            self._hvd_pass(grads, variables, apply)
         else:
-            self._hvd_pass(grads, self._hvd_known(trainable_variables), apply)
-        if not self._hvd_reduced:
-            self._hvd_average(due=True)
+            apply(self._hvd_filled(grads, variables), variables)
+        self._hvd_average(due=True)
 
     def _backend_apply_gradients(self, grads: list[Gradient], trainable_variables: list[Any]) -> None:
         vars(self)["_hvd_variables"] = trainable_variables
@@ -175,7 +175,7 @@ class Distributed(Reducing):
                 window.count.assign(0)
             apply(_each(ops.divide, total, settings.passes) if settings.average_passes else total, variables)
 
-        sums = [plain(sums[self._get_variable_index(v)]) for v in variables]
+        sums, grads = [plain(sums[self._get_variable_index(v)]) for v in variables], self._hvd_filled(grads, variables)
         add_up(grads, sums, tf.equal(count, self._hvd_passes() - 1), between, last)
 
     def _hvd_known(self, trainable_variables: list[Any] | None) -> list[Any]:

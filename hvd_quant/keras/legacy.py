@@ -17,7 +17,7 @@ import tf_keras
 
 from hvd_quant.keras.averaging import Averaging, AveragingSettings
 from hvd_quant.keras.reducing import Reducing, Scaling, Settings, copy_what_no_config_has, derived, undistributed
-from hvd_quant.keras.window import Window, add_up
+from hvd_quant.keras.window import add_up
 from hvd_quant.tensorflow.variables import make_variables, scale_of, variables_of
 
 OldOptimizer = tf_keras.optimizers.legacy.Optimizer
@@ -56,7 +56,6 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
 class Distributed(Reducing):
     """What a distributed optimizer's class has beside that of the optimizer it was made from, in both kinds."""
 
-    _hvd_window: Window | None = None
     _hvd_reduced = False
     _hvd_values: dict[int, Any] = {}
     """By place, those of the variables that the optimizer had from which this was made and that this has yet to make."""
@@ -93,10 +92,9 @@ class Distributed(Reducing):
         grads, variables = zip(*grads_and_vars)
         with tf.init_scope():
             make_variables(self, variables)
-        if self._hvd_window is None:
-            vars(self)["_hvd_window"] = Window(variables)
-            self._track_trackable(self._hvd_window, "window")
+        grads = self._hvd_filled(grads, variables)
         window, settings = self._hvd_window, self._hvd_settings
+        sums = [window.sums[self._hvd_reducer.state.place(v)] for v in variables]
 
         def between() -> None:
             window.count.assign_add(1)
@@ -109,7 +107,7 @@ class Distributed(Reducing):
             vars(self)["_hvd_reduced"] = True
             apply(list(zip(self._hvd_reduce(total, variables), variables)))
 
-        add_up(grads, window.sums, tf.equal(window.count, settings.passes - 1), between, last)
+        add_up(grads, sums, tf.equal(window.count, settings.passes - 1), between, last)
         return self.iterations
 
     def _hvd_computed(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
@@ -159,8 +157,19 @@ class DistributedOld(Distributed):
         return _CallableList(self._weights)
 
     def _create_all_weights(self, var_list: Iterable[Any]) -> None:
+        """Make the optimizer's variables, as tf_keras does, and the compression state."""
         super()._create_all_weights(var_list)
         self._hvd_take_values(self._weights)
+        if self._hvd_reducer is None:
+            self._hvd_build(var_list)
+
+    def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`Distributed.apply_gradients`; this kind leaves out what is None before it aggregates."""
+        grads_and_vars = list(grads_and_vars)
+        if self._hvd_settings.passes == 1 and not self._hvd_reduced and grads_and_vars:
+            grads, variables = zip(*grads_and_vars)
+            grads_and_vars = list(zip(self._hvd_filled(grads, variables), variables))
+        return super().apply_gradients(grads_and_vars, *args, **kwargs)
 
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None,
                            tape: Any = None) -> list[tuple[Any, Any]]:
@@ -204,11 +213,6 @@ class AveragedOld(Averaged, DistributedOld):
     def add_slot(self, var: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a variable that is kept for one of the model's, as tf_keras does."""
         return self._hvd_note(var, super().add_slot(var, *args, **kwargs))
-
-    def _create_all_weights(self, var_list: Iterable[Any]) -> None:
-        super()._create_all_weights(var_list)
-        if self._hvd_averager is None:
-            self._hvd_build(var_list)
 
 
 class _CallableList(list):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, size
 
 from hvd_quant.exchange.stats import Stats
+from hvd_quant.keras.window import Window
 from hvd_quant.tensorflow.averaging import average
 from hvd_quant.tensorflow.exchanges import by
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
@@ -45,6 +46,7 @@ class Reducing:
 
     _hvd_settings: Settings
     _hvd_reducer: Reducer | None = None
+    _hvd_window: Window | None = None
     _hvd_local: frozenset[int] = frozenset()
 
     def register_local_var(self, var: Any) -> None:
@@ -88,7 +90,7 @@ class Reducing:
         return self._hvd_reducer
 
     def _hvd_build(self, variables: Iterable[Any]) -> None:
-        """Make the reducer, which checkpoints of the optimizer then hold as "compression"."""
+        """Make the reducer, which checkpoints of the optimizer then hold as "compression", and the window of passes."""
         settings = self._hvd_settings
         vars(self)["_hvd_reducer"] = reducer = Reducer(
             settings.compression, variables, name=settings.name or f"Distributed{type(self).__name__}", op=settings.op,
@@ -96,6 +98,9 @@ class Reducing:
             process_set=settings.process_set, bucket_bytes=settings.bucket_bytes, synced=True,  # by a KerasState
             verify_every=settings.verify_every, agree_on=self._hvd_agree_on())
         self._track_trackable(reducer.state, "compression", overwrite=True)
+        if settings.passes > 1:
+            vars(self)["_hvd_window"] = Window(variables)
+            self._track_trackable(self._hvd_window, "window", overwrite=True)
 
     def _hvd_agree_on(self) -> dict[str, Any]:
         """Arguments that the reducer doesn't have and that have to be the same on all workers."""
@@ -110,9 +115,7 @@ class Reducing:
             scale: of the loss that they are of.
         """
         settings, grads, variables = self._hvd_settings, list(grads), list(variables)
-        if self._hvd_reducer is None:
-            self._hvd_build(variables)
-        shared = [i for i, v in enumerate(variables) if id(plain(v)) not in self._hvd_local]
+        shared = self._hvd_shared(variables)
         if settings.scale_local:
             grads = [grad if i in shared else local_gradient(grad, settings.process_set)
                      for i, grad in enumerate(grads)]
@@ -121,6 +124,21 @@ class Reducing:
         for i, grad in zip(shared, reduced):
             grads[i] = grad
         return grads
+
+    def _hvd_filled(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
+        """The gradients, with zeros where a shared one is missing on this worker and not on all, as :meth:`Reducer.filled` makes
+        them; Keras leaves out what is None."""
+        grads, variables = list(grads), list(variables)
+        shared = self._hvd_shared(variables)
+        for i, grad in zip(shared, self._hvd_reducer.filled([grads[i] for i in shared], [variables[i] for i in shared])):
+            grads[i] = grad
+        return grads
+
+    def _hvd_shared(self, variables: list[Any]) -> list[int]:
+        """Where those are that aren't local; the reducer is made for the variables if there is none yet."""
+        if self._hvd_reducer is None:
+            self._hvd_build(variables)
+        return [i for i, v in enumerate(variables) if id(plain(v)) not in self._hvd_local]
 
     def _hvd_average(self, due: bool = False) -> None:
         """Average variables whose compressors have a merge, or ``average_every``.

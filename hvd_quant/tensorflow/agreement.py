@@ -30,23 +30,67 @@ def compare(parameters: Iterable[Parameter], settings: Mapping[str, Any], proces
     Raises:
         ValueError: on all workers, if they differ.
     """
-    def gather(row: bytes) -> list[bytes]:
-        def gathered() -> tf.Tensor:
-            with tf.device("CPU:0"):
-                own = tf.constant(np.frombuffer(row, np.uint8)[None])
-                # Horovod negotiates anew what has another size than before.
-                return mpi_ops.allgather(own, name=f"hvd_quant_agreement_{len(row)}", process_set=process_set)
-
-        with tf.init_scope():
-            eager = tf.executing_eagerly()
-            rows = gathered().numpy() if eager else None
-        if not eager:  # in a graph of TensorFlow 1
-            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-                rows = session.run(gathered())
-        return [one.tobytes() for one in rows]
-
     if not network.ELASTIC and process_set.included() and process_set.size() > 1:
-        agreement.require_agreement(agreement.describe(parameters, settings), gather, process_set.ranks)
+        agreement.require_agreement(agreement.describe(parameters, settings), lambda row: _gather(row, process_set), process_set.ranks)
+
+
+_KINDS = (None, "a dense gradient", "a sparse gradient with rows in int32", "a sparse gradient with rows in int64")
+
+
+def kind_of(gradient: Any) -> int:
+    """What kind of gradient it is, as a number; 0 for None."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return int(gradient is not None)
+    return 3 if gradient.indices.dtype == tf.int64 else 2
+
+
+def zeros(kind: int, variable: Any) -> tf.Tensor | tf.IndexedSlices:
+    """A gradient of a kind that is 0."""
+    shape = variable.shape.as_list()
+    if kind == 1:
+        return tf.zeros(shape, variable.dtype)
+    index = tf.int64 if kind == 3 else tf.int32
+    return tf.IndexedSlices(tf.zeros([0, *shape[1:]], variable.dtype), tf.zeros([0], index), tf.constant(shape, index))
+
+
+def kinds_anywhere(kinds: Mapping[int, int], names: Sequence[str], process_set: ProcessSet) -> dict[int, int]:
+    """The kinds of the gradients that any worker has, by place; all workers get here together, but for elastic jobs.
+
+    Arguments:
+        kinds: of this worker's, by place.
+        names: of all parameters.
+
+    Raises:
+        ValueError: on all workers, if a gradient is of another kind on one of them.
+    """
+    if network.ELASTIC:
+        return dict(kinds)
+    rows = _gather(bytes(kinds.get(place, 0) for place in range(len(names))), process_set)
+    columns = [set(column) - {0} for column in zip(*rows)]
+    for place, found in enumerate(columns):
+        if len(found) > 1:
+            told = {rank: row[place] for rank, row in zip(process_set.ranks, rows) if row[place]}
+            raise ValueError(agreement.difference(
+                [{f"parameter {place}": agreement.Trait(str(kind), f"{names[place]} with {_KINDS[kind]}")} for kind in told.values()],
+                list(told)))
+    return {place: found.pop() for place, found in enumerate(columns) if found}
+
+
+def _gather(row: bytes, process_set: ProcessSet) -> list[bytes]:
+    """All workers' rows, each of as many bytes."""
+    def gathered() -> tf.Tensor:
+        with tf.device("CPU:0"):
+            own = tf.constant(np.frombuffer(row, np.uint8)[None])
+            # Horovod negotiates anew what has another size than before.
+            return mpi_ops.allgather(own, name=f"hvd_quant_agreement_{len(row)}", process_set=process_set)
+
+    with tf.init_scope():
+        eager = tf.executing_eagerly()
+        rows = gathered().numpy() if eager else None
+    if not eager:  # in a graph of TensorFlow 1
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            rows = session.run(gathered())
+    return [one.tobytes() for one in rows]
 
 
 class Verifier:

@@ -70,6 +70,7 @@ class Reducer(tf.Module):
         in_graph = tf.function(self._exchange_all, autograph=False, reduce_retracing=True)
         # In a function, since models that are saved would take a tf.function that they find along.
         untracked(self, _groups=groups, _warned=set(), _in_graph=lambda: in_graph, _agreed=False, _agree_on=dict(agree_on or {}),
+                  _asked=set(), _kinds={},  # places of which workers know whether any has a gradient, and what kind if one has
                   _verifier=Verifier(verify_every, process_set, self.state.by_place[0].label if self.state.by_place else name))
 
     def stats(self, residual_norms: bool = False) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Reducer(tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any], scale: Any = None) -> list[Gradient | None]:
-        """The reduced gradients, eagerly or in the graph that is being traced; None stays None.
+        """The reduced gradients, eagerly or in the graph that is being traced; where no worker has one, None stays None.
 
         A step in which a value is not finite on some worker is void on all, where something is kept between steps: that is as
         before, and all gradients are NaN.
@@ -97,6 +98,7 @@ class Reducer(tf.Module):
             scale: of the loss that they are of, as are those that are returned; what is kept doesn't depend on it.
 
         Raises:
+            TypeError: for gradients of whole numbers and the like.
             ValueError: for a variable without state here, and where XLA would compile the collectives.
             tf.errors.DataLossError: when run, on every worker, for a payload that is damaged, foreign, or says that its
                 worker failed.
@@ -105,18 +107,14 @@ class Reducer(tf.Module):
         alone = not network.ELASTIC and self._process_set.size() == 1
         if not network.ELASTIC and not self._process_set.included() or alone and not self.state.has_momentum:
             return grads
-        given: dict[int, Gradient] = {}  # by place: a variable may be among the variables twice
-        for grad, variable in zip(grads, variables):
-            if grad is not None:
-                whole = self._sparse_as_dense or rows.goes_whole(self.state.slot(variable).compressor)
-                given[self.state.place(variable)] = tf.convert_to_tensor(grad) if whole else grad
-        if alone:  # momentum is a part of training with one worker too
-            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.has_momentum}
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise ValueError("gradients can't be exchanged inside a function that XLA compiles, since XLA can't contain "
                              "Horovod's collectives: pass jit_compile=False (or 'auto' to model.compile)")
-        if not alone:
-            self._agree(given)
+        grads = self.filled(grads, variables)
+        # By place: a variable may be among the variables twice.
+        given = {self.state.place(variable): grad for grad, variable in zip(grads, variables) if grad is not None}
+        if alone:  # momentum is a part of training with one worker too
+            given = {place: grad for place, grad in given.items() if self.state.by_place[place].compressor.has_momentum}
         if self._verifier.every is not None and not alone:
             given = self._verified(given, variables)
         exchange_all = self._in_graph() if tf.executing_eagerly() else self._exchange_all
@@ -127,11 +125,42 @@ class Reducer(tf.Module):
         reduced = dict(zip(given, exchange_all(list(given.values()), tuple(given), alike, scale)))
         return [None if grad is None else reduced.get(self.state.place(v), grad) for grad, v in zip(grads, variables)]
 
-    def _agree(self, given: dict[int, Gradient] | None) -> None:
-        """Before the first exchange, check that the workers are about to do the same.
+    @tf.autograph.experimental.do_not_convert
+    def filled(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:
+        """The gradients, as tensors where they are exchanged whole, and zeros in the place of those that are None on this worker and
+        not on all of them.
 
-        Arguments:
-            given: the gradients by place, where they are known.
+        Workers ask each other which gradients any of them has when they first meet these variables. What none has had since is
+        asked for again at each eager step, and in a graph when it has a gradient while that is made, on all workers together then.
+
+        Raises:
+            TypeError: for gradients of whole numbers and the like.
+            ValueError: for a variable without state here; on all workers, if they are about to do different things.
+        """
+        grads, state = list(grads), self.state
+        places = [state.place(variable) for variable in variables]
+        for i, (grad, place) in enumerate(zip(grads, places)):
+            if grad is not None:
+                slot = state.by_place[place]
+                if grad.dtype not in REAL:
+                    raise TypeError(f"the gradient of {slot.info.name} is {grad.dtype.name}; those of {', '.join(d.name for d in REAL)} "
+                                    "can be exchanged: cast it")
+                if self._sparse_as_dense or rows.goes_whole(slot.compressor):
+                    grads[i] = tf.convert_to_tensor(grad)
+        if not network.ELASTIC and (self._process_set.size() == 1 or not self._process_set.included()):
+            return grads
+        self._agree()
+        kinds = {place: agreement.kind_of(grad) for grad, place in zip(grads, places) if grad is not None}
+        # (Workers may make graphs apart, such as one whose batch has another shape.)
+        open_ones = places if tf.executing_eagerly() else kinds
+        if not self._asked.issuperset(places) or not self._kinds.keys() >= set(open_ones):
+            self._kinds.update(agreement.kinds_anywhere(kinds, list(state.slots), self._process_set))
+            self._asked.update(places)
+        return [agreement.zeros(self._kinds[place], state.by_place[place].variable) if grad is None and place in self._kinds else grad
+                for grad, place in zip(grads, places)]
+
+    def _agree(self) -> None:
+        """Before the first exchange, check that the workers are about to do the same.
 
         Raises:
             ValueError: on all workers, if they are not.
@@ -140,14 +169,9 @@ class Reducer(tf.Module):
             return
         state, style, parameters = self.state, self.state.horovod_style, []
         spec_of = functools.cache(lambda compressor: compressor.spec)
-        for place, slot in enumerate(state.by_place):
+        for slot in state.by_place:
             spec = spec_of(slot.compressor) if style is None else getattr(style, "__qualname__", type(style).__qualname__)
-            note = ""
-            if given is not None and place not in given:
-                note = ", without a gradient to exchange"
-            elif given is not None and isinstance(given[place], tf.IndexedSlices):
-                note = ", with a sparse gradient"
-            parameters.append(agreement.parameter(slot.info.name, slot.variable, spec, note))
+            parameters.append(agreement.parameter(slot.info.name, slot.variable, spec))
         agreement.compare(parameters, {
             "op": dict(enumerate(OPS)).get(self._op, self._op), "gradient_predivide_factor": self._predivide, "groups": self._groups,
             "sparse_as_dense": self._sparse_as_dense, "bucket_bytes": self._bucket_bytes, "verify_every": self._verifier.every,
@@ -223,7 +247,7 @@ class Reducer(tf.Module):
 
     def exchange(self, slot: Slot, grad: Gradient) -> Gradient:
         """One gradient's exchange in the graph that is being made, by itself."""
-        self._agree(None)
+        self._agree()
         self._decide([slot], {slot: grad})
         return _finished(self._routes([slot], {slot: grad}, None, last=False))[0][slot]
 

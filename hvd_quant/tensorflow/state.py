@@ -25,7 +25,7 @@ from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.variables import path_of, plain
 
 _NONE = get_compressor("none")
-_REAL = (tf.float32, tf.float16, tf.bfloat16, tf.float64)
+REAL = (tf.float32, tf.float16, tf.bfloat16, tf.float64)
 COLLECTION = "hvd_quant"
 """Of a TensorFlow 1 graph: the variables that are each worker's own."""
 COSTS = ("dense_bytes", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds", "void_tensors")
@@ -63,8 +63,8 @@ class Slot(tf.Module):
                  workers: network.Workers) -> None:
         super().__init__()
         dtype, shape = tf.as_dtype(variable.dtype), tf.TensorShape(variable.shape)
-        if dtype not in _REAL and (compressor.name != "none" or compressor.momentum):
-            raise TypeError(f"variable {name} is {dtype.name}; gradients of {', '.join(d.name for d in _REAL)} can be "
+        if dtype not in REAL and (compressor.name != "none" or compressor.momentum):
+            raise TypeError(f"variable {name} is {dtype.name}; gradients of {', '.join(d.name for d in REAL)} can be "
                             "compressed: give it 'none'")
         if not shape.is_fully_defined():
             raise ValueError(f"variable {name} has shape {shape}; its gradient can be reduced when the shape is known: "

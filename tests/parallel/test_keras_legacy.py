@@ -89,6 +89,22 @@ def test_passes_are_added_up_and_local_variables_stay_local(kind, average):
 
 
 @both_kinds
+@both_kinds
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(kind, passes):
+    found = []
+    for given_as_zeros in (False, True):
+        a, b, unused = (tf.Variable(tf.zeros(500)) for _ in range(3))
+        optimizer = hvd.DistributedOptimizer(kind.SGD(1.0), compression=TOPK, backward_passes_per_step=passes)
+        for step in range(4):
+            x = tf.constant(np.random.default_rng([step, RANK]).normal(size=500).astype(np.float32))
+            other = x if RANK == step % WORLD else tf.zeros(500) if given_as_zeros else None
+            optimizer.apply_gradients([(x, a), (other, b), (None, unused)])
+        found.append(np.stack([a, b, unused]))
+        assert_same_everywhere(found[-1])
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("nesting", ["inside", "outside"])
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_an_overflow_on_one_worker_voids_the_step_on_all(kind, nesting, in_graph):

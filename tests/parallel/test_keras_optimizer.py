@@ -99,6 +99,21 @@ def test_an_infinite_pass_is_gone_after_its_window():
     np.testing.assert_allclose(v.numpy(), [1.5])
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(passes):
+    found = []
+    for given_as_zeros in (False, True):
+        variables = [variable(500, name=name) for name in "abc"]
+        optimizer = hvd.DistributedOptimizer(Adding(), compression=TOPK, backward_passes_per_step=passes)
+        for step in range(4):
+            x = given(step, 1.0)
+            other = x if RANK == step % WORLD else tf.zeros(500) if given_as_zeros else None
+            optimizer.apply([x, other, None], variables)
+        found.append(np.stack([v.numpy() for v in variables]))
+        assert_same_everywhere(found[-1])
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("scale", [True, False])
 def test_local_layers(scale):
     model = network()

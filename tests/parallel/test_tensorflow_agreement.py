@@ -30,8 +30,7 @@ CASES = {  # what the last worker does, and how most and this one are told
     "more": ({"sources": (KERNEL, BIAS, ("out/bias", (3,)))}, "no parameter 2", "parameter 2 = out/bias float32 [3]"),
     "fewer": ({"sources": (KERNEL,)}, "parameter 1 = dense/bias float32 [40]", "no parameter 1"),
     "order": ({"sources": (BIAS, KERNEL)}, FIRST, "parameter 0 = dense/bias float32 [40]"),
-    "branch": ({"unused": 1}, "parameter 1 = dense/bias float32 [40] compressed", ", without a gradient to exchange"),
-    "sparse": ({"sparse": 0}, FIRST, ", with a sparse gradient"),
+    "sparse": ({"sparse": 0}, "parameter 0 = dense/kernel with a dense gradient", "dense/kernel with a sparse gradient with rows in int32"),
     "bucket_bytes": ({"bucket_bytes": 1000}, "bucket_bytes = 26214400", "bucket_bytes = 1000"),
     "op": ({"op": hvd.Sum}, "op = Average", "op = Sum"),
     "predivide": ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor = 1.0", "gradient_predivide_factor = 2.0"),
@@ -41,11 +40,11 @@ CASES = {  # what the last worker does, and how most and this one are told
 }
 
 
-def gradients(sources, dtype, compression, unused=None, sparse=None, **how):
-    """Of a loss that takes all variables, or but one, or one by some of its rows."""
+def gradients(sources, dtype, compression, sparse=None, **how):
+    """Of a loss that takes all variables, or one by some of its rows."""
     given = variables(*sources, dtype=dtype)
     with tf.GradientTape() as tape:
-        taken = [tf.gather(v, [0, 2]) if i == sparse else v for i, v in enumerate(given) if i != unused]
+        taken = [tf.gather(v, [0, 2]) if i == sparse else v for i, v in enumerate(given)]
         loss = tf.add_n([tf.reduce_sum(v) for v in taken])
     return hvd.DistributedGradientTape(tape, compression=compression, **how).gradient(loss, given)
 

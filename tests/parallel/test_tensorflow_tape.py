@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
+from hvd_quant import get_compressor
 from hvd_quant.tensorflow.reducer import Reducer
 from hvd_quant.tensorflow.state import State
 from tests.conftest import CODECS
@@ -85,6 +86,48 @@ def test_a_variable_that_is_not_in_the_loss_has_no_gradient():
         assert grads[1] is None
         assert_same_everywhere(grads[0])
         assert_same_everywhere(grads[2])
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("compression", ["none", TOPK, "qsgd:min_numel=0,exchange=allgather"])
+def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(compression, in_graph):
+    """In the first step and later, and one that no worker had before; in graphs that is then on all of them."""
+    everyone, last = set(range(WORLD)), WORLD - 1
+    present = [{"a": everyone, "b": {0}}, {"a": everyone, "b": {last}}, {"a": {last}, "b": everyone},
+               {"a": everyone, "c": everyone if in_graph else {0}}]
+
+    def run(given_as_zeros):
+        variables = {name: tf.Variable(tf.zeros([40, 30]), name=name) for name in "abcd"}
+        state, known, found = get_compressor(compression).bind(list(variables.values())), set(), []
+
+        def gradients(x, weights):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.zeros([]), *(tf.reduce_sum(variables[name] * x) * weight for name, weight in weights
+                                                 if given_as_zeros or weight)])
+            return hvd.DistributedGradientTape(tape, compression=state).gradient(loss, list(variables.values()))
+
+        call = tf.function(gradients) if in_graph else gradients
+        for step, workers in enumerate(present):
+            known |= workers.keys()
+            x = tf.constant(np.random.default_rng([step, RANK]).normal(size=(40, 30)).astype(np.float32))
+            found.append(call(x, tuple((name, float(RANK in workers.get(name, ()))) for name in sorted(known))))
+            assert [grad is not None for grad in found[-1]] == [name in known for name in "abcd"]
+        return [grad for grads in found for grad in grads if grad is not None]
+
+    for grad, expected in zip(run(False), run(True), strict=True):
+        np.testing.assert_array_equal(grad, expected)
+        assert_same_everywhere(grad)
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit:block_size=64,min_numel=0,exchange=allgather"])
+def test_a_sparse_gradient_that_is_missing_on_some_workers_has_no_rows(compression):
+    table, other = tf.Variable(tf.zeros([6, 320]), name="table"), tf.Variable(tf.zeros([3]))
+    for step in range(3):
+        with tf.GradientTape() as tape:
+            taken = tf.reduce_sum(tf.gather(table, [1, 4])) * WORLD if RANK == step % WORLD else 0.0
+            loss = tf.reduce_sum(other) + taken
+        grad, _ = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [table, other])
+        np.testing.assert_allclose(tf.convert_to_tensor(grad)[:, 0], [0, 1, 0, 0, 1, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
@@ -445,6 +488,9 @@ def test_what_can_not_work_is_refused():
         reduced([tf.ones([10])], compression="topkk")
     with pytest.raises(TypeError, match="compression=3 is not accepted: give a compressor"):
         reduced([tf.ones([10])], compression=3)
+    for dtype in (tf.int64, tf.bool, tf.complex64):
+        with pytest.raises(TypeError, match=f"gradient of Variable is {dtype.name}; those of float32.* can be exchanged: cast it"):
+            Reducer("none", [v], name="test").reduce([tf.zeros([10], dtype)], [v])
     with pytest.raises(ValueError, match="is none of the 1 variables that compression state was made for"):
         reduced([tf.ones([10])], compression=hvd.Compression.topk().bind([v]))
     assert hvd.DistributedGradientTape(tf.GradientTape()).compression_stats()["wire_bytes"] == 0
