@@ -17,7 +17,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import init, rank, shutdown
 
 from hvd_quant.tensorflow.functions import broadcast_variables
-from hvd_quant.tensorflow.variables import make_variables, variables_of
+from hvd_quant.tensorflow.variables import make_variables, plain, sums_of, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -81,24 +81,29 @@ class TensorFlowKerasState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take the values of worker 0, but for the compression state."""
+        """Take the values of worker 0, but for the compression state and for gradients that are being added up."""
         # Not the states of random generators, which are among the model's variables in Keras 3.
         broadcast_variables(self.model.weights, 0)
-        broadcast_variables(variables_of(self.optimizer), 0)
-        # What is exchanged how may depend on the number of exchanges before.
-        broadcast_variables([count for slot in self._slots() for count in slot.counts], 0)
+        own = {id(plain(v)) for v in sums_of(self.optimizer)}
+        broadcast_variables([v for v in variables_of(self.optimizer) if id(plain(v)) not in own], 0)
+        # When something is exchanged, and how, depends on the numbers of exchanges and passes before.
+        broadcast_variables(self._kept()[0], 0)
         self._save_variables()
         super().sync()
 
     def _save_variables(self) -> None:
-        variables = [*self.model.variables, *variables_of(self.optimizer)]
-        for slot in self._slots():
-            variables += [*slot.counts, *slot.state.values()]
+        counts, own = self._kept()
+        variables = [*self.model.variables, *variables_of(self.optimizer), *counts, *own]
         self._saved = [(variable, tf.identity(variable)) for variable in variables]
 
-    def _slots(self) -> list[Any]:
+    def _kept(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
+        """What a distributed optimizer keeps in addition: counts, which are the same on all workers, and what is this worker's own."""
         from hvd_quant.keras.reducing import reducing  # which needs hvd_quant.tensorflow itself
 
         optimizer = reducing(self.optimizer)
-        reducer = None if optimizer is None else optimizer._hvd_reducer
-        return [] if reducer is None else list(reducer.state.slots.values())
+        if optimizer is None:
+            return [], []
+        slots, window = optimizer._hvd_reducer.state.by_place, optimizer._hvd_window
+        counts = [count for slot in slots for count in slot.counts]
+        own = [value for slot in slots for value in slot.state.values()]
+        return (counts, own) if window is None else ([*counts, window.count], [*own, *window.sums])

@@ -32,6 +32,12 @@ def scale_of(optimizer: Any) -> list[tf.Variable]:
     return [state._current_loss_scale, state._counter] if hasattr(state, "_counter") else []
 
 
+def sums_of(optimizer: Any) -> list[Any]:
+    """Among an optimizer's variables, the gradients that Keras 3 adds up between its steps."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_accumulated_gradients", None) or ())
+
+
 def make_variables(optimizer: Any, variables: Iterable[Any]) -> None:
     """Give an optimizer its variables, for a model's ``variables``, if it has none yet."""
     if not hasattr(optimizer, "build"):

@@ -11,6 +11,7 @@ if os.environ.get("TF_USE_LEGACY_KERAS") != "1":
     pytest.skip("not run: TF_USE_LEGACY_KERAS is not set in this launch", allow_module_level=True)
 
 import hvd_quant.keras as hvd
+from hvd_quant.tensorflow.variables import make_variables
 from tests.parallel.keras_workers import (
     RANK,
     TOPK,
@@ -186,6 +187,18 @@ def test_what_an_optimizer_was_given_is_kept(kind):
             np.testing.assert_allclose(-v.numpy(), total, rtol=1e-5)
         copy = optimizer.__class__.from_config(optimizer.get_config())
         assert hasattr(copy, "compression_stats") and copy.get_config()["name"] == "SGD"
+
+
+@both_kinds
+def test_elastic_state_amid_a_window(kind):
+    model = network()
+    optimizer = hvd.DistributedOptimizer(kind.SGD(0.1), compression=TOPK, backward_passes_per_step=3)
+    if RANK == 0:  # the others are newcomers
+        make_variables(optimizer, model.trainable_variables)
+        optimizer._hvd_window.count.assign(2)
+        optimizer._hvd_window.sums[0].assign_add(tf.ones([20, 30]))
+    hvd.elastic.KerasState(model, optimizer).sync()
+    assert int(optimizer._hvd_window.count) == 2 and (optimizer._hvd_window.sums[0].numpy() == (1 if RANK == 0 else 0)).all()
 
 
 @both_kinds

@@ -228,6 +228,38 @@ def test_elastic_state():
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]), optimizer)
 
 
+@pytest.mark.parametrize("how, inner", [({"backward_passes_per_step": 3}, {}), ({}, {"gradient_accumulation_steps": 3})],
+                         ids=["passes", "Keras's"])
+def test_elastic_state_amid_a_window(how, inner, monkeypatch):
+    """Survivors keep what they have added up, newcomers begin with nothing, and the window ends on all together."""
+    monkeypatch.setattr("hvd_quant.tensorflow.network.ELASTIC", True)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    model = network()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **inner), compression="none", **how)
+    optimizer.build(model.trainable_variables)
+    sums = optimizer._accumulated_gradients if inner else optimizer._hvd_window.sums
+
+    def one_pass():
+        optimizer.apply([tf.fill(v.shape, RANK + 1.0) for v in model.trainable_variables])
+
+    if RANK == 0:  # the others are newcomers
+        one_pass()
+    state = hvd.elastic.KerasState(model, optimizer)
+    state.sync()
+    one_pass()
+    state.commit()
+    before, committed = flat(model), [value.numpy() for value in sums]
+    assert all((value == (2.0 if RANK == 0 else RANK + 1)).all() for value in committed)
+    one_pass()
+    assert_same_everywhere(flat(model))
+    mean = (3 + sum(2.0 * (rank + 1) for rank in range(1, WORLD))) / WORLD
+    np.testing.assert_allclose(before - flat(model), 0.1 * mean / (3 if inner else 1), rtol=1e-3)
+    state.restore()
+    np.testing.assert_array_equal(flat(model), before)
+    for value, kept in zip(sums, committed):
+        np.testing.assert_array_equal(value, kept)
+
+
 def test_other_errors_than_horovods_leave_an_elastic_run():
     def fails(state):
         raise tf.errors.UnknownError(None, None, "the disk is full")
