@@ -67,7 +67,18 @@ _LINEAR = ("residual", "velocity", "average", "estimate")
 """State of which the mean over the workers is what reaches the optimizer."""
 
 
-def of_this_worker(states: Any, average: bool, rank: int | None, world: int | None) -> Any:
+def averaged(op: int | None) -> bool | None:
+    """Whether Horovod's reduction of that number is Average; None if it isn't known.
+
+    Raises:
+        ValueError: for another one than Average and Sum.
+    """
+    if op not in (None, 0, 1):
+        raise ValueError(f"op={op!r} is none whose state can be shared out: give hvd.Average or hvd.Sum")
+    return None if op is None else op == 0
+
+
+def of_this_worker(states: Any, average: bool | None, rank: int | None, world: int | None) -> Any:
     """The state that a worker takes up of a list of all workers' states: its own, or, where they were another number of workers, an
     equal share of what all of them had kept. What is given is handed back if it is no list.
 
@@ -76,12 +87,12 @@ def of_this_worker(states: Any, average: bool, rank: int | None, world: int | No
 
     Arguments:
         states: as :func:`saved` makes them, one a worker, in any order.
-        average: whether gradients are averaged, or else summed: then shares add up to what had been kept.
+        average: whether gradients are averaged, or else summed: then shares add up to what had been kept. None if it isn't known.
         rank, world: of this worker now.
 
     Raises:
         ValueError: if one is missing, or two are of the same worker, or they are of hierarchical exchange, in which each worker keeps a
-            part of a tensor.
+            part of a tensor; and if shares depend on ``average``, which is None.
     """
     if not isinstance(states, Sequence):
         return states
@@ -95,6 +106,9 @@ def of_this_worker(states: Any, average: bool, rank: int | None, world: int | No
     states = sorted(states, key=lambda state: state["rank"])
     if len(states) == world:
         return states[rank]
+    if average is None:
+        raise ValueError(f"what {world} workers take up of {len(states)} compression states depends on whether gradients are averaged or "
+                         "summed: say load_state_dict(states, op=hvd.Average) or op=hvd.Sum, as the tape or optimizer has it")
     for i, state in enumerate(states):
         check(state, i, len(states))
         if state["tensors"].keys() != states[0]["tensors"].keys():

@@ -324,17 +324,19 @@ class State(tf.Module):
                 state["tensors"][name]["averaged"] = int(slot.averaged)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], average: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], average: bool | None = None) -> None:
         """Take up what :meth:`state_dict` returned, or of a list of what it returned on all workers, which may have been another
         number, this worker's part; what no longer fits is reset, with a line in the log.
 
         Where names differ, as those of layers do when Keras makes them up again, variables are told apart by their places.
 
         Arguments:
-            average: whether gradients are averaged, or else summed, on which shares among another number of workers depend.
+            average: whether gradients are averaged, or else summed, on which shares among another number of workers depend; None
+                if it isn't known.
 
         Raises:
-            ValueError: if it is of another worker, number of workers, or format; then nothing is changed.
+            ValueError: if it is of another worker, number of workers, or format, or if shares depend on ``average``, which is None;
+                then nothing is changed.
         """
         state = of_this_worker(state, average, **self._whose())
         tensors = state.get("tensors")

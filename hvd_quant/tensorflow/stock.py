@@ -8,13 +8,14 @@ comes back (1 for Average, the number of workers for Sum) is the factor for the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, size
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.exchange.checkpoint import averaged
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.tensorflow.reducer import Reducer
 from hvd_quant.tensorflow.state import Slot, State, untracked
@@ -43,6 +44,15 @@ class Bound(State):
         super().__init__(compressor, variables, process_set, "bound")
         self.compressor = compressor
         untracked(self, _reducer=Reducer(self, [], process_set=process_set), _next=weakref.WeakKeyDictionary())
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], op: int | None = None) -> None:
+        """See :meth:`State.load_state_dict`.
+
+        Arguments:
+            op: that of the tape, Average or Sum, which a bound compressor doesn't know: needed for the states of another number of
+                workers, whose shares depend on it.
+        """
+        super().load_state_dict(state, averaged(op))
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:

@@ -13,6 +13,7 @@ import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, size
 
 from hvd_quant.compressors import Compressor
+from hvd_quant.exchange.checkpoint import averaged, of_this_worker
 from hvd_quant.torch import agreement
 from hvd_quant.torch.exchanges import Flight
 from hvd_quant.torch.reducer import Reducer
@@ -49,7 +50,18 @@ class Bound:
         self._next = 0
         self.stats = self._reducer.stats
         self.state_dict = self._reducer.state_dict
-        self.load_state_dict = self._reducer.load_state_dict
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], op: int | None = None) -> None:
+        """Take up what ``state_dict()`` returned, or of a list of what it returned on all workers this worker's part.
+
+        Arguments:
+            op: that of the optimizer, Average or Sum, which a bound compressor doesn't know: needed for the states of another number
+                of workers, whose shares depend on it.
+
+        Raises:
+            ValueError: if it is of another worker or format, and for another number of workers without ``op``; then nothing is changed.
+        """
+        self._reducer.load_state_dict(of_this_worker(state, averaged(op), **self._reducer._whose()))
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Flight | None]:
         """Start the exchange of a parameter's gradient.

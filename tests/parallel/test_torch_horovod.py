@@ -77,6 +77,19 @@ def test_the_stock_optimizer_on_a_process_set():
         hvd.remove_process_set(half)
 
 
+@pytest.mark.parametrize("op, factor", [(stock.Average, 1), (stock.Sum, (WORLD + 2) / WORLD)])
+def test_the_states_of_another_number_of_workers_are_shared_out_by_the_op_that_is_told(op, factor):
+    bound = Compression.topk(min_numel=0).bind([("w", torch.nn.Parameter(torch.zeros(300)))])
+    own, share = bound.state_dict(), lambda: bound.state_dict()["tensors"]["w"]["state"]["residual"]
+    states = [{**own, "rank": rank, "world": WORLD + 2, "tensors": {"w": {**own["tensors"]["w"], "state": {
+        "residual": torch.full((300,), 2.0 * rank)}}}} for rank in range(WORLD + 2)]
+    with pytest.raises(ValueError, match="averaged or summed: say load_state_dict"):
+        bound.load_state_dict(states)
+    assert not share().any()
+    bound.load_state_dict(states, op=op)
+    torch.testing.assert_close(share(), torch.full((300,), (WORLD + 1) * factor))
+
+
 def test_an_unbound_compressor_in_the_stock_optimizer_says_so():
     model = network()
     optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),

@@ -222,6 +222,15 @@ def test_what_has_not_reached_the_optimizer_is_kept_by_another_number_of_workers
                                    np.mean([state["tensors"]["w"]["state"]["velocity"] for state in states], 0), atol=1e-6)
 
 
+def test_shares_that_depend_on_what_is_not_known_are_refused():
+    with pytest.raises(ValueError, match=r"2 workers take up of 4 .* averaged or summed: say load_state_dict\(states, op=hvd.Average\)"):
+        checkpoint.of_this_worker(states_of(4), checkpoint.averaged(None), 0, 2)
+    assert checkpoint.of_this_worker(states_of(4), None, 3, 4)["rank"] == 3
+    assert [checkpoint.averaged(op) for op in (0, 1)] == [True, False]
+    with pytest.raises(ValueError, match="op=2 is none whose state can be shared out: give hvd.Average or hvd.Sum"):
+        checkpoint.averaged(2)
+
+
 def test_as_many_workers_take_their_own_state():
     states = states_of(3)
     assert checkpoint.of_this_worker(states[::-1], True, 1, 3) is states[1] and checkpoint.of_this_worker(states[1], True, 1, 3) is states[1]
