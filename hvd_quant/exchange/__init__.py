@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from hvd_quant.compressors.base import Compressor, TensorInfo
 from hvd_quant.exchange import cost
 from hvd_quant.exchange.ranges import ranges
@@ -64,4 +66,14 @@ def sent_bytes(exchange: str, payload: float, world: int) -> float:
     return 2 * payload * (world - 1) / world
 
 
-__all__ = ["MPI_COUNT_LIMIT", "choose", "compressible", "gathered_bytes", "ranges", "sent_bytes"]
+def refuse_join() -> NoReturn:
+    """Where a worker is out of batches, Horovod sends zeros in its place, which are no payloads.
+
+    Raises:
+        ValueError: saying what to do.
+    """
+    raise ValueError("hvd.join() can't be combined with compressed exchanges: give all workers the same number of batches, or train "
+                     "with compression='none'")
+
+
+__all__ = ["MPI_COUNT_LIMIT", "choose", "compressible", "gathered_bytes", "ranges", "refuse_join", "sent_bytes"]

@@ -23,7 +23,7 @@ import hvd_quant.tensorflow.elastic as elastic  # noqa: F401 - "from ... import"
 from hvd_quant import Compression  # noqa: F401
 from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
 from hvd_quant.tensorflow.averaging import average_parameters  # noqa: F401
-from hvd_quant.tensorflow.functions import broadcast_global_variables, broadcast_variables  # noqa: F401
+from hvd_quant.tensorflow.functions import broadcast_global_variables, broadcast_variables, join  # noqa: F401
 from hvd_quant.tensorflow.guard import install_guard as _install_guard
 from hvd_quant.tensorflow.optimizer import DistributedOptimizer, ModelAveragingOptimizer  # noqa: F401
 from hvd_quant.tensorflow.sync_batch_norm import SyncBatchNormalization  # noqa: F401

@@ -11,7 +11,8 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import allgather_object, broadcast_object, broadcast_object_fn  # noqa: F401
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set
 
-from hvd_quant.tensorflow.state import COLLECTION
+from hvd_quant.exchange import refuse_join
+from hvd_quant.tensorflow.state import COLLECTION, compresses
 from hvd_quant.tensorflow.variables import plain
 
 
@@ -66,6 +67,17 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
                            "root_rank)")
     own = {id(v) for v in tf.compat.v1.get_collection(COLLECTION)}
     return broadcast_variables([v for v in tf.compat.v1.global_variables() if id(v) not in own], root_rank)
+
+
+def join() -> Any:
+    """Wait for workers that have more batches than this one, as ``horovod.tensorflow.join`` does.
+
+    Raises:
+        ValueError: where this process compresses gradients.
+    """
+    if compresses():
+        refuse_join()
+    return mpi_ops.join()
 
 
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()

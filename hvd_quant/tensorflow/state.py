@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,6 +79,7 @@ class Slot(tf.Module):
         untracked(self, variable=plain(variable), label=label, index=index, compressor=compressor, travels=compressor, info=info,
                   workers=workers, pieces=pieces, sparse=False, in_step=0)
         self.state = {key: _variable(np.zeros(shape, np.float32), f"{label}/{key}") for key, shape in self._shapes(place).items()}
+        _slots.add(self)
         self.step = _variable(np.int64(0), f"{label}/step")
         self.averaged = _variable(np.int64(0), f"{label}/averaged") if compressor.averaging else None
 
@@ -160,6 +162,14 @@ class Slot(tf.Module):
         if OWNER + "residual" in self.state and way.kind != "sra":
             left[OWNER + "residual"] = self.owned[0], everyone
         return left
+
+
+_slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+
+def compresses() -> bool:
+    """Whether anything in this process travels otherwise than dense."""
+    return any(way.kind != "dense" for slot in _slots for way in slot.ways)
 
 
 @dataclasses.dataclass

@@ -54,6 +54,30 @@ def test_the_stock_tape_eagerly_and_with_a_variable_that_is_not_in_the_loss():
     assert stats["steps"] == 3 and stats["exchanges"] == {"allgather": ["0/kernel", "0/bias", "1/kernel", "1/bias"]}
 
 
+@pytest.mark.parametrize("op, factor", [(stock.Average, 1), (stock.Sum, (WORLD + 2) / WORLD)])
+def test_the_states_of_another_number_of_workers_are_shared_out_by_the_op_that_is_told(op, factor):
+    v = tf.Variable(tf.zeros([300]), name="v")
+    bound = Compression.topk(min_numel=0).bind([v])
+    own, share = bound.state_dict(), lambda: bound.state_dict()["tensors"]["v"]["state"]["residual"]
+    states = [{**own, "rank": rank, "world": WORLD + 2, "tensors": {"v": {**own["tensors"]["v"], "state": {
+        "residual": np.full(300, 2.0 * rank, np.float32)}}}} for rank in range(WORLD + 2)]
+    with pytest.raises(ValueError, match="averaged or summed: say load_state_dict"):
+        bound.load_state_dict(states)
+    assert not share().any()
+    bound.load_state_dict(states, op=op)
+    np.testing.assert_allclose(share(), (WORLD + 1) * factor, rtol=1e-6)
+
+
+def test_join_is_refused_where_gradients_are_compressed(monkeypatch):
+    monkeypatch.setattr("hvd_quant.tensorflow.state._slots", set())  # as if there had been no tests before
+    v = tf.Variable(tf.zeros([300]))
+    bound = [Compression.none.bind([v])]
+    hvd.join()
+    bound.append(Compression.topk(min_numel=0).bind([v]))
+    with pytest.raises(ValueError, match=r"hvd.join\(\) can't be combined with compressed exchanges: give all workers the same number"):
+        hvd.join()
+
+
 def test_what_is_not_bound_is_told():
     network = Network()
     with tf.GradientTape() as tape:
@@ -84,7 +108,7 @@ def test_ready_made_compressors_in_horovods_functions():
 
 
 OURS = {"Compression", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape", "SyncBatchNormalization",
-        "broadcast_global_variables", "broadcast_variables", "elastic", "functions", "keras", "sync_batch_norm"}
+        "broadcast_global_variables", "broadcast_variables", "elastic", "functions", "join", "keras", "sync_batch_norm"}
 
 
 def test_the_whole_public_api_of_horovod_is_there():
