@@ -1,6 +1,7 @@
-"""How much memory a compressor takes beside parameters and gradients, in PyTorch on two workers.
+"""How much memory a compressor takes beside parameters and gradients, in PyTorch or TensorFlow on two workers.
 
     python benchmarks/memory.py                       # a table in Markdown
+    python benchmarks/memory.py --framework tensorflow
     python benchmarks/memory.py --specs onebit topk --entries 33554432
 
 For each compressor a worker wraps one parameter and takes some steps. *Kept* is what stays between steps; *peak* the most that a worker had
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +40,7 @@ def settle() -> int:
     return resident("VmRSS")
 
 
-def measure(spec: str, entries: int, number: int) -> tuple[float, float]:
+def measure_torch(spec: str, entries: int, number: int) -> tuple[float, float]:
     """What is kept, and the peak, on this worker."""
     import torch
 
@@ -61,24 +64,50 @@ def measure(spec: str, entries: int, number: int) -> tuple[float, float]:
     return kept / (4 * entries), peak / (4 * entries)
 
 
+def measure_tensorflow(spec: str, entries: int, number: int) -> tuple[float, float]:
+    """As :func:`measure_torch`, with a function as a tape's user makes it: the gradient is there while it is reduced."""
+    import tensorflow as tf
+
+    from hvd_quant.tensorflow.reducer import Reducer
+
+    columns = 1024
+    v, grad = (tf.Variable(tf.zeros([entries // columns, columns]), name=f"p{number}") for _ in range(2))
+    before = settle()
+    reducer = Reducer(spec, [v], name=f"memory{number}")
+
+    @tf.function
+    def step() -> None:
+        with tf.control_dependencies(reducer.reduce([grad.read_value()], [v])):
+            pass
+
+    for _ in range(STEPS):
+        for first in range(0, entries // columns, 256):
+            rows = tf.range(first, min(first + 256, entries // columns))
+            grad.scatter_nd_update(rows[:, None], tf.random.normal([rows.shape[0], columns]))
+        step()
+    peak = resident("VmHWM") - before  # now: what follows makes copies
+    states = reducer.state_dict()["tensors"].values()
+    kept = sum(value.nbytes for state in states for value in state["state"].values())
+    return kept / (4 * entries), peak / (4 * entries)
+
+
 def work(arguments: argparse.Namespace) -> None:
-    import torch
-
-    import hvd_quant.torch as hvd
-
+    hvd = importlib.import_module(f"hvd_quant.{arguments.framework}")
+    measure = {"torch": measure_torch, "tensorflow": measure_tensorflow}[arguments.framework]
     hvd.init()
-    torch.set_num_threads(1)
     measure("onebit", 2**20, -1)  # libraries and connections
     if hvd.rank() == 0:
         print("| compressor | kept | peak |\n|---|---:|---:|", flush=True)
     for number, spec in enumerate(arguments.specs):
-        kept, peak = hvd.allreduce(torch.tensor(measure(spec, arguments.entries, number), dtype=torch.float64), name=f"measured.{number}").tolist()
+        each = hvd.allgather_object(measure(spec, arguments.entries, number), name=f"measured.{number}")
+        kept, peak = (sum(one) / len(each) for one in zip(*each))
         if hvd.rank() == 0:
             print(f"| `{spec}` | {kept:.2f} | {peak:.2f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=["torch", "tensorflow"], default="torch")
     parser.add_argument("--specs", nargs="+", default=SPECS, metavar="SPEC")
     parser.add_argument("--entries", type=int, default=2**24, help="of the parameter, a multiple of 1024 (16,777,216)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -86,7 +115,8 @@ def main() -> None:
     if arguments.worker:
         return work(arguments)
     command = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", sys.executable, __file__, "--worker", *sys.argv[1:]]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if run.returncode:
         sys.exit(run.stderr[-4000:])
     print("\n".join(line.partition(">:")[2] for line in run.stdout.splitlines() if line.startswith("[0]<stdout>:|")))
