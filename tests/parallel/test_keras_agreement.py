@@ -1,5 +1,6 @@
 """Workers that are about to train different things, and workers whose variables have come apart, in either Keras."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -78,6 +79,22 @@ def test_there_is_no_false_alarm(compression, apart):
     model = compiled(model=lambda: network(seed=apart * RANK), compression=compression, verify_every=1)
     fit(model, batches=6, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit:min_numel=0"])
+def test_a_process_set_of_two_of_four(compression):
+    """Only they exchange, and means are theirs."""
+    if WORLD == 2:
+        pytest.skip("of two workers, both are the global process set; the launch with four runs this")
+    half = hvd.add_process_set([1, 3])
+    try:
+        v = tf.Variable(tf.zeros([500]))
+        optimizer = hvd.DistributedOptimizer(SGD(1.0), compression=compression, process_set=half)
+        optimizer.apply_gradients([(tf.fill([500], -(RANK + 1.0)), v)])
+        np.testing.assert_allclose(v.numpy(), 3 if half.included() else RANK + 1, rtol=1e-6)
+        assert optimizer.compression_state_dict()["rank"] == {1: 0, 3: 1}.get(RANK)
+    finally:
+        hvd.remove_process_set(half)
 
 
 def test_local_variables_are_not_compared():
