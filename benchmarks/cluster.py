@@ -17,7 +17,6 @@ nothing is left however a run ends, SIGKILL included, and clusters see neither e
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -26,10 +25,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvd_quant.exchange.cost import bits_per_second
+
 CONTROLLERS = ("gloo", "mpi")
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 NAMESPACES = ("--kill-child", "--pid", "--mount-proc", "--net", "--uts", "--ipc")
-RATE = re.compile(r"(?P<number>\d+(\.\d+)?)((?P<prefix>[kmgt]i?)?(?P<unit>bit|bps))?", re.IGNORECASE)
 HEADERS = 1514 / 1448  # what a link carries over what a TCP socket gives it, in packets of 1500 bytes
 
 # What horovodrun and mpirun call as ssh: options come before and after the host, the rest is for the host's shell.
@@ -136,18 +136,6 @@ def unavailable(controller: str = "gloo") -> str | None:
     if probe.returncode:
         return f"this root may not make namespaces ({probe.stderr.strip()}): in a container, start it with --privileged"
     return None
-
-
-def bits_per_second(rate: str) -> float | None:
-    """The rate in bits a second, in tc's syntax: a bare number is bits, bps is bytes a second. None is unlimited."""
-    if rate == "unlimited":
-        return None
-    match = RATE.fullmatch(rate)
-    if not match or not float(match["number"]):
-        raise ValueError(f"the rate is {rate!r}, expected tc's syntax, as 100mbit or 1.5gbit, or else unlimited")
-    prefix = (match["prefix"] or "").lower()
-    factor = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
-    return float(match["number"]) * factor * (8 if (match["unit"] or "").lower() == "bps" else 1)
 
 
 def discipline(rate: str) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +30,8 @@ _SIZES = [2**k for k in range(10, 25, 2)]  # bytes that a worker gives to a coll
 _ENOUGH = 0.03  # seconds: once a collective takes this long, larger ones take proportionally longer
 _LARGE = 2**20
 _REPEATS = 5
-_LITTLE = 4096
+LITTLE = 4096
+"""Entries on which it is timed what a call costs."""
 _TWICE = 2.0
 _REHEARSALS = range(4, 33)
 _REHEARSING = 3.0  # seconds, by which there are as many as are in them
@@ -74,13 +76,14 @@ class Costs:
         """Seconds that tensors need which travel together, compressed like this, by the compressor's exchange."""
         infos = list(infos)
         entries, world = sum(info.numel for info in infos), infos[0].world
-        if compressor.name == "none":
+        if compressor.name == "none" and compressor.allreduced:
             return self.collective("allreduce", 4 * entries)
         rates = self.rates.get(key_of(compressor), _UNKNOWN)
         calls = len(infos) * rates.call
-        if compressor.exchange == "allreduce":
+        if compressor.allreduced:
             in_fp16 = compressor.name == "fp16" and "allreduce_fp16" in self.collectives
-            summed = self.collective("allreduce_fp16" if in_fp16 else "allreduce", sum(map(compressor.summed_bytes, infos)))
+            each = sum(map(compressor.summed_bytes, infos)) / compressor.allreduces
+            summed = compressor.allreduces * self.collective("allreduce_fp16" if in_fp16 else "allreduce", each)
             return calls + entries * (rates.encode + rates.decode_one) + summed
         payload = sum(map(compressor.payload_bytes, infos))
         if compressor.exchange == "allgather":
@@ -89,17 +92,51 @@ class Costs:
         return (calls * (world + 1) + entries * (rates.encode + rates.decode_one) + owner
                 + self.collective("alltoall", payload) + self.collective("allgather", payload / world))
 
+    def step(self, together: Iterable[tuple[Compressor, list[TensorInfo]]], backward: float = 0.0) -> float:
+        """Seconds of a backward pass and of the exchanges that start in it, each when its gradients are there and the one before
+        has ended. (Encoding beside a collective gains little where they share cores.)
+
+        Arguments:
+            together: what travels together, in the order in which it is started, with one exchange.
+            backward: seconds in which the gradients are made, evenly by entries.
+        """
+        together = list(together)
+        entries = sum(info.numel for _, infos in together for info in infos)
+        there = done = 0.0
+        for compressor, infos in together:
+            there += backward * sum(info.numel for info in infos) / entries
+            done = max(done, there) + self.exchange(compressor, infos)
+        return done
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as lists and numbers, for a file; see :meth:`of`."""
+        return {"collectives": {kind: [list(point) for point in points] for kind, points in self.collectives.items()},
+                "rates": {spec: dataclasses.asdict(rates) for spec, rates in self.rates.items()}}
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Costs:
+        """What :meth:`as_dict` made a dictionary of.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        try:
+            return cls({kind: tuple((float(n), float(seconds)) for n, seconds in figures["collectives"][kind]) for kind in COLLECTIVES},
+                       {spec: Rates(**rates) for spec, rates in figures["rates"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"these are no costs of exchanges: {type(error).__name__}: {error}") from None
+
 
 _UNKNOWN = Rates(1e-9, 1e-9, 0.5e-9, 1e-4)
 
 
 @functools.cache
-def typical(world: int) -> Costs:
-    """What is assumed where nothing was measured: 1 Gb/s Ethernet, about."""
+def typical(world: int, bits_per_second: float = 1e9) -> Costs:
+    """What is assumed where nothing was measured: 1 Gb/s Ethernet, about, or another rate of each worker's link."""
     ring = (world - 1) / world
     hops = {"allreduce": 2 * ring, "allreduce_fp16": 4 * ring, "allgather": world - 1, "alltoall": ring}
     latency = dict.fromkeys(COLLECTIVES, 1.5e-3) | {"alltoall": 2.5e-3}
-    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * 8e-9) for n in (0, 2**20)) for kind in COLLECTIVES})
+    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * 8 / bits_per_second) for n in (0, 2**20)) for kind in COLLECTIVES})
 
 
 def key_of(compressor: Compressor) -> str:
@@ -107,6 +144,33 @@ def key_of(compressor: Compressor) -> str:
     common = {field.name for field in dataclasses.fields(Compressor)} - {"memory"}
     return dataclasses.replace(compressor, **{field.name: field.default for field in dataclasses.fields(compressor)
                                               if field.name in common}).spec
+
+
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)((?P<prefix>[kmgt]i?)?(?P<unit>bit|bps))?", re.IGNORECASE)
+
+
+def bits_per_second(rate: str) -> float | None:
+    """The rate of a link in bits a second, in tc's syntax: a bare number is bits, bps is bytes a second. None is unlimited.
+
+    Raises:
+        ValueError: for what is no such rate.
+    """
+    if rate == "unlimited":
+        return None
+    match = _RATE.fullmatch(rate)
+    if not match or not float(match["number"]):
+        raise ValueError(f"the rate is {rate!r}, expected tc's syntax, as 100mbit or 1.5gbit, or else unlimited")
+    prefix = (match["prefix"] or "").lower()
+    factor = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    return float(match["number"]) * factor * (8 if (match["unit"] or "").lower() == "bps" else 1)
+
+
+def ways(compressor: Compressor) -> list[Compressor]:
+    """The compressor with each exchange that "auto" chooses from, or with its own."""
+    exchanges = [compressor.exchange]
+    if compressor.exchange == "auto":
+        exchanges = ["allreduce"] if compressor.linear else ["allgather", "sra"]
+    return [dataclasses.replace(compressor, exchange=exchange) for exchange in exchanges]
 
 
 CHEAPEST = "cheapest"
@@ -127,10 +191,7 @@ def decide(compressor: Compressor, infos: list[TensorInfo], costs: Costs | None 
     from hvd_quant.exchange import MPI_COUNT_LIMIT, gathered_bytes
 
     costs = costs or typical(infos[0].world)
-    exchanges = [compressor.exchange]
-    if compressor.exchange == "auto":
-        exchanges = ["allreduce"] if compressor.linear else ["allgather", "sra"]
-    candidates = [dataclasses.replace(compressor, exchange=exchange) for exchange in exchanges]
+    candidates = ways(compressor)
     if mpi and len(candidates) > 1:
         world, payload = infos[0].world, max(compressor.payload_bytes(info) for info in infos)
         candidates = [c for c in candidates if gathered_bytes(c.exchange, payload, world) < MPI_COUNT_LIMIT] or candidates[:1]
@@ -183,11 +244,13 @@ class Workers(Protocol):
         """The largest of all workers' values, each by itself."""
 
 
-def measure(workers: Workers, compressors: Iterable[Compressor]) -> Costs:
+def measure(workers: Workers, compressors: Iterable[Compressor], sample: int = SAMPLE, repeats: int = _REPEATS) -> Costs:
     """Measure the network and the machine, together with all workers; some seconds.
 
     Arguments:
         compressors: those whose codes are timed, in the same order on all workers.
+        sample: entries on which that is done.
+        repeats: of each collective.
     """
     compressors = list(compressors)
     kinds = [kind for kind in COLLECTIVES if kind != "allreduce_fp16" or any(c.only_if_faster for c in compressors)]
@@ -196,8 +259,8 @@ def measure(workers: Workers, compressors: Iterable[Compressor]) -> Costs:
         workers.collective(kind, _SIZES[0])  # the first one makes connections
         points: list[tuple[float, float]] = []
         for size in _SIZES:
-            times = workers.slowest([workers.collective(kind, size) for _ in range(_REPEATS)])
-            points.append((size, sorted(times)[1]))  # nearly the fastest: others use network and machine now and then
+            times = workers.slowest([workers.collective(kind, size) for _ in range(repeats)])
+            points.append((size, sorted(times)[repeats // 4]))  # nearly the fastest: others use network and machine now and then
             if size >= _LARGE and points[-1][1] > _ENOUGH:
                 break
         # What takes longer than something larger was disturbed.
@@ -207,12 +270,17 @@ def measure(workers: Workers, compressors: Iterable[Compressor]) -> Costs:
         compressors.append(FP16())
     rates = {}
     for compressor in {key_of(c): c for c in compressors}.values():
-        large, small = (np.array(workers.slowest(list(dataclasses.astuple(workers.rates(compressor, n))[:3])))
-                        for n in (SAMPLE, _LITTLE))
-        rates[key_of(compressor)] = Rates(*large.tolist(), call=float((small - large).clip(0).sum() * _LITTLE))
+        rates[key_of(compressor)] = with_call(*(
+            Rates(*workers.slowest(list(dataclasses.astuple(workers.rates(compressor, n))[:3]))) for n in (sample, LITTLE)))
     costs = Costs(collectives, rates)
     _log.info("exchanges were measured: %s", describe(costs))
     return costs
+
+
+def with_call(large: Rates, small: Rates) -> Rates:
+    """Those of many entries, with what a call costs by those of ``LITTLE``."""
+    more = (max(0.0, few - many) for many, few in zip(dataclasses.astuple(large), dataclasses.astuple(small)))
+    return dataclasses.replace(large, call=sum(more) * LITTLE)
 
 
 def describe(costs: Costs) -> str:

@@ -3,17 +3,15 @@ called by all workers together."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_quant.compressors import Compressor, TensorInfo
-from hvd_quant.exchange import cost
-from hvd_quant.ops import torch as ops
+from hvd_quant.compressors import Compressor
+from hvd_quant.exchange import cost, timing
 from hvd_quant.torch.exchanges import Workers
 
 
@@ -62,30 +60,10 @@ class _Workers:
         return time.perf_counter() - start
 
     def rates(self, compressor: Compressor, entries: int) -> cost.Rates:
-        world = self._across.size()
-        info = TensorInfo.whole("", (entries,), world=world)
-        grad = torch.randn(entries, generator=torch.Generator().manual_seed(0)).to(self._device)
-        state = {key: torch.zeros(shape, device=self._device) for key, shape in compressor.state_shapes(info).items()}
-        out = ops.new_vector(entries, grad)
-        payload = None
-
-        def encode() -> None:
-            nonlocal payload
-            payload = compressor.encode(ops, grad, state, compressor.measure(ops, grad, state, info), info)
-
-        def timed(action: Callable[[], object]) -> float:
-            times = []
-            for _ in range(5):
-                start = time.perf_counter()
-                action()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                times.append(time.perf_counter() - start)
-            return statistics.median(times) / entries
-
         self.slowest([0.0])
-        return cost.Rates(timed(encode), timed(lambda: compressor.decode_mean(ops, [payload] * world, info, out)),
-                          timed(lambda: compressor.decode_sum(ops, [payload], info, out)))
+        on_gpu = self._device.type == "cuda"
+        return timing.rates(compressor, timing.in_torch(self._device), entries, self._across.size(),
+                            wait=(lambda: torch.cuda.synchronize(self._device)) if on_gpu else lambda: None)
 
     def slowest(self, seconds: list[float]) -> list[float]:
         return slowest(self._network, seconds, self._all)
