@@ -39,7 +39,9 @@ def text(cls: type[Compressor]) -> str:
 
 def knobs(compressor: Compressor) -> list[dict[str, Any]]:
     """Each with its value, its default (None where it has to be given), what the docstring says, and whether all compressors have it."""
-    described = {**_arguments(Compressor), **_arguments(type(compressor))}
+    described: dict[str, str] = {}
+    for cls in reversed(type(compressor).__mro__[:-1]):
+        described |= _arguments(cls)
     return [{"name": field.name, "value": getattr(compressor, field.name),
              "default": None if field.default is dataclasses.MISSING else field.default,
              "help": described.get(field.name, ""), "common": field.name in COMMON}
@@ -81,7 +83,8 @@ def sizes(compressor: Compressor, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def class_of(spec: str) -> type[Compressor]:
-    """
+    """The class that a spec names.
+
     Raises:
         ValueError: naming the closest known name.
     """

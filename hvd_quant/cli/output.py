@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from hvd_quant import Compressor, get_compressor
+from hvd_quant.exchange.telemetry import format_bytes  # noqa: F401 - for the commands
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
@@ -29,18 +29,21 @@ def examples(*lines: str) -> str:
 
 
 def show_json(result: Any) -> None:
+    """Print it on standard output, alone."""
     click.echo(json.dumps(result, indent=2))
 
 
 def table(*columns: str, right: Iterable[str] = (), **kwargs: Any) -> Table:
-    return Table(*(Column(name, justify="right" if name in right else "left", no_wrap=name in right) for name in columns), **kwargs)
+    """A table without rows; columns of figures are on the right."""
+    return Table(*(Column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold") for name in columns),
+                 **kwargs)
 
 
 def show(*parts: Any) -> None:
-    """Print tables and lines on standard output. Lines stay whole where it is no terminal, so that they can be searched."""
+    """Print tables, and lines as they are, on standard output."""
     console = Console(highlight=False)
     for part in parts:
-        console.print(part, markup=False, soft_wrap=isinstance(part, str) and not console.is_terminal)
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def import_module(name: str) -> Any:
@@ -92,7 +95,8 @@ class Shape(click.ParamType):
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """
+    """The dimensions in a text such as 1024x512.
+
     Raises:
         ValueError: for what is no shape.
     """
@@ -102,18 +106,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def numel(shape: Iterable[int]) -> int:
-    return math.prod(shape)
-
-
-def format_bytes(n: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.0f} bytes"
-
-
 def format_seconds(seconds: float) -> str:
+    """So many seconds, in three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-

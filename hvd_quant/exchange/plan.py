@@ -11,7 +11,7 @@ from hvd_quant.compressors.none import NoCompression
 from hvd_quant.exchange import buckets, compressible, cost, sent_bytes
 
 WORTH = 0.1
-"""What a compressor has to save of a step, to be recommended instead of one that sends more."""
+"""What a compressor has to save of a step, to be recommended instead of one that loses less."""
 _NONE = NoCompression()
 FP16 = _FP16()
 """What "auto" compares with, beside none."""
@@ -25,6 +25,7 @@ class Prediction:
 
     Attributes:
         spec: the compressor, its exchange included.
+        payload_bytes: of all gradients of a worker.
         sent_bytes: by one worker in a step.
         exchange_seconds: of an exchange of all gradients by itself.
         step_seconds: of a backward pass and the exchange, part of which goes on beside it; where no backward is known, of the
@@ -32,6 +33,7 @@ class Prediction:
     """
 
     spec: str
+    payload_bytes: float
     sent_bytes: float
     exchange_seconds: float
     step_seconds: float
@@ -61,30 +63,38 @@ def predict(compressor: Compressor, infos: Iterable[TensorInfo], costs: cost.Cos
         backward: seconds of a backward pass.
     """
     groups = together(compressor, infos, costs)
-    sent = sum(_sent(one, info) for one, members in groups for info in members)
+    payloads, sent = map(sum, zip(*(_bytes(one, info) for one, members in groups for info in members)))
     exchange = costs.step(groups)
-    return Prediction(compressor.spec, sent, exchange, costs.step(groups, backward) if backward else exchange)
+    return Prediction(compressor.spec, payloads, sent, exchange, costs.step(groups, backward) if backward else exchange)
 
 
-def _sent(compressor: Compressor, info: TensorInfo) -> float:
-    if compressor.name == "none" and compressor.exchange in ("auto", "allreduce"):
-        return sent_bytes("allreduce", 4 * info.numel, info.world)
+def _bytes(compressor: Compressor, info: TensorInfo) -> tuple[float, float]:
+    """Of the payload, and of what a worker sends for that."""
     if compressor.allreduced:
-        return sent_bytes("allreduce", compressor.summed_bytes(info), info.world)
-    return sent_bytes(compressor.exchange, compressor.payload_bytes(info), info.world)
+        payload = 4 * info.numel if compressor.name == "none" else compressor.summed_bytes(info)
+        return payload, sent_bytes("allreduce", payload, info.world)
+    payload = compressor.payload_bytes(info)
+    return payload, sent_bytes(compressor.exchange, payload, info.world)
 
 
 def predict_all(compressors: Iterable[Compressor], infos: list[TensorInfo], costs: cost.Costs, backward: float = 0.0
                 ) -> list[Prediction]:
     """Of no compression, and of each compressor with each exchange that it may take; the fastest first."""
-    ways = {"none": _NONE}
+    return sorted((predict(way, infos, costs, backward) for way in ways([_NONE, *compressors])), key=lambda one: one.step_seconds)
+
+
+def ways(compressors: Iterable[Compressor]) -> list[Compressor]:
+    """Each compressor with each exchange that it may take; as it is where it is to choose."""
+    found: dict[str, Compressor] = {}
     for compressor in compressors:
         choices = [compressor] if compressor.only_if_faster or compressor.name == "none" else cost.ways(compressor)
-        ways |= {way.spec: way for way in choices}
-    return sorted((predict(way, infos, costs, backward) for way in ways.values()), key=lambda one: one.step_seconds)
+        found |= {way.spec: way for way in choices}
+    return list(found.values())
 
 
 def recommend(predictions: list[Prediction]) -> Prediction:
-    """Of those that come near the fastest, the one that sends most, since it loses least of the gradient."""
+    """Of those that come near the fastest, the one with the longest payloads, since it loses least of the gradient; none, where it is
+    one of them."""
     fastest = min(one.step_seconds for one in predictions)
-    return max((one for one in predictions if one.step_seconds <= fastest / (1 - WORTH)), key=lambda one: one.sent_bytes)
+    near = [one for one in predictions if one.step_seconds * (1 - WORTH) <= fastest]
+    return max(near, key=lambda one: (one.spec == _NONE.spec, one.payload_bytes, -one.step_seconds))

@@ -46,6 +46,7 @@ import hvd_quant.keras.callbacks as callbacks  # noqa: F401  "from ... import" w
 import hvd_quant.keras.elastic as elastic  # noqa: F401
 from hvd_quant import Compression  # noqa: F401
 from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.exchange.telemetry import compression_progress, compression_summary, log_compression  # noqa: F401
 from hvd_quant.keras.averaging import ModelAveragingOptimizer  # noqa: F401
 from hvd_quant.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model  # noqa: F401
 from hvd_quant.tensorflow import broadcast_variables  # noqa: F401

@@ -12,6 +12,7 @@ from horovod.tensorflow import allgather_object, allreduce, rank, size
 from horovod.tensorflow.mpi_ops import Min
 
 from hvd_quant.exchange.stats import Stats
+from hvd_quant.exchange.telemetry import compression_summary, log_compression
 from hvd_quant.keras.reducing import reducing, warn_if_not_reduced
 from hvd_quant.tensorflow.averaging import average_parameters, statistics
 from hvd_quant.tensorflow.functions import broadcast_variables
@@ -257,15 +258,18 @@ class CompressionStatsCallback(Callback):
     (left out where nothing was sent). Put it after a MetricAverageCallback, and before callbacks that use them.
 
     Arguments:
-        verbose: 1 for a line about the whole training when it ends, on worker 0.
+        verbose: 1 for a line about the whole training when it ends, on worker 0, 2 for a table by how tensors travelled.
+        log_dir: a folder for TensorBoard, where worker 0 writes bytes, seconds and what was hidden of each epoch, a step's mean.
     """
 
-    def __init__(self, verbose: int = 0) -> None:
+    def __init__(self, verbose: int = 0, log_dir: str | None = None) -> None:
         super().__init__()
-        self.verbose = verbose
+        self.verbose, self.log_dir, self._writer = verbose, log_dir, None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._first = self._last = self._stats()
+        if self.log_dir is not None and rank() == 0:
+            self._writer = tf.summary.create_file_writer(str(self.log_dir))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now, last = self._stats(), self._last
@@ -274,9 +278,16 @@ class CompressionStatsCallback(Callback):
             logs["wire_bytes"] = now["wire_bytes"] - last["wire_bytes"]
             if logs["wire_bytes"]:
                 logs["compression_ratio"] = (now["dense_bytes"] - last["dense_bytes"]) / logs["wire_bytes"]
+        if self._writer is not None:
+            log_compression(now, self._writer, epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self.verbose > 0 and rank() == 0:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self.verbose > 1 and rank() == 0:
+            print(compression_summary(self._stats(), since=self._first))
+        elif self.verbose > 0 and rank() == 0:
             now, first = self._stats(), self._first
             steps = now["steps"] - first["steps"]
             sent, dense = ((now[key] - first[key]) / 1e6 for key in ("wire_bytes", "dense_bytes"))

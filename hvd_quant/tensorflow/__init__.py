@@ -22,6 +22,7 @@ from horovod.tensorflow import *  # noqa: F403
 import hvd_quant.tensorflow.elastic as elastic  # noqa: F401 - "from ... import" would find Horovod's, just imported
 from hvd_quant import Compression  # noqa: F401
 from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.exchange.telemetry import compression_progress, compression_summary, log_compression  # noqa: F401
 from hvd_quant.tensorflow.averaging import average_parameters  # noqa: F401
 from hvd_quant.tensorflow.functions import broadcast_global_variables, broadcast_variables, join  # noqa: F401
 from hvd_quant.tensorflow.guard import install_guard as _install_guard

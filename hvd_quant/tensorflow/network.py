@@ -113,6 +113,13 @@ def costs(workers: Workers, compressors: Iterable[Compressor]) -> cost.Costs | N
         return _measured[key]
 
 
+def measure(compressors: Iterable[Compressor], sample: int, repeats: int) -> cost.Costs:
+    """What they cost between all workers, see :func:`hvd_quant.exchange.cost.measure`."""
+    everyone = Workers(mpi_ops.global_process_set, mpi_ops.global_process_set)
+    with tf.device("CPU:0"):
+        return cost.measure(_Network(everyone), compressors, sample, repeats)
+
+
 _measured: dict[tuple, cost.Costs] = {}
 _warned: list[bool] = []
 

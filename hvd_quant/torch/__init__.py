@@ -22,6 +22,7 @@ from horovod.torch import *  # noqa: F403
 
 from hvd_quant import Compression  # noqa: F401
 from hvd_quant.exchange.averaging import averaging_bound  # noqa: F401
+from hvd_quant.exchange.telemetry import compression_progress, compression_summary, log_compression  # noqa: F401
 from hvd_quant.torch import elastic_state as _elastic_state  # noqa: F401 - hvd.elastic.TorchState knows compressed optimizers from here on
 from hvd_quant.torch.amp import GradScaler  # noqa: F401
 from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401

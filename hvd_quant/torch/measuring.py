@@ -27,8 +27,13 @@ def costs(network: Any, workers: Workers, compressors: Iterable[Compressor], dev
     with_fp16 = any(compressor.only_if_faster for compressor in compressors)
     key = (network, *workers.all.ranks, -1, *workers.across.ranks, device, with_fp16, *map(cost.key_of, compressors))
     if key not in measured:
-        measured[key] = cost.measure(_Workers(network, workers, device), compressors)
+        measured[key] = measure(network, workers, compressors, device)
     return measured[key]
+
+
+def measure(network: Any, workers: Workers, compressors: Iterable[Compressor], device: torch.device, *how: int) -> cost.Costs:
+    """The same, measured now; ``how`` as :func:`hvd_quant.exchange.cost.measure` takes it."""
+    return cost.measure(_Workers(network, workers, device), compressors, *how)
 
 
 measured: dict[tuple, cost.Costs] = {}

@@ -112,3 +112,9 @@ def slowest(seconds: list[float], process_set: ProcessSet) -> list[float]:
 def costs(workers: Workers, compressors: Iterable[Compressor], device: torch.device) -> cost.Costs:
     """What collectives and codes cost between those that exchange payloads, by the slowest of all; measured once."""
     return measuring.costs(sys.modules[__name__], workers, compressors, device)
+
+
+def measure(compressors: Iterable[Compressor], sample: int, repeats: int) -> cost.Costs:
+    """What they cost between all workers on the CPU, see :func:`hvd_quant.exchange.cost.measure`."""
+    everyone = Workers(mpi_ops.global_process_set, mpi_ops.global_process_set)
+    return measuring.measure(sys.modules[__name__], everyone, compressors, torch.device("cpu"), sample, repeats)
