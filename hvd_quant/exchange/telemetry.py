@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SECONDS = ("encode_seconds", "wait_seconds", "decode_seconds")
@@ -79,11 +79,7 @@ def log_compression(source: Any, writer: Any, step: int, prefix: str = "compress
     if hasattr(writer, "add_scalar"):
         add = writer.add_scalar
     elif hasattr(writer, "as_default"):
-        summary = importlib.import_module("tensorflow").summary
-
-        def add(name: str, value: float, step: int) -> None:
-            with writer.as_default():
-                summary.scalar(name, value, step)
+        add = _in_tensorflow(writer)
     else:
         raise TypeError(f"a {type(writer).__name__} writes no scalars: give a torch.utils.tensorboard.SummaryWriter, whatever else has "
                         "add_scalar(name, value, step), or a tf.summary.create_file_writer(folder)")
@@ -91,6 +87,18 @@ def log_compression(source: Any, writer: Any, step: int, prefix: str = "compress
     for name, value in figures(now, logged.get(prefix)).items():
         add(f"{prefix}/{name}", value, step)
     logged[prefix] = now
+
+
+def _in_tensorflow(writer: Any) -> Callable[[str, float, int], None]:
+    tf = importlib.import_module("tensorflow")
+    # What tf.summary.scalar does, which needs TensorBoard to be installed where it is written.
+    kind = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
+
+    def add(name: str, value: float, step: int) -> None:
+        with writer.as_default():
+            tf.summary.write(name, tf.constant(value, tf.float32), step, kind)
+
+    return add
 
 
 def compression_progress(source: Any) -> str:

@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, Sum
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_quant.compressors import Compressor, TensorInfo
-from hvd_quant.exchange import cost, hosts
+from hvd_quant.exchange import cost, hosts, timing
 from hvd_quant.exchange.hosts import process_set_of
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.tensorflow.codes import Hosted, Traced
@@ -149,6 +149,8 @@ class _Network:
 
     def rates(self, compressor: Compressor, entries: int) -> cost.Rates:
         world = self._workers.world
+        if type(compressor).encode is Compressor.encode:
+            return timing.rates(compressor, timing.in_tensorflow(), entries, world)
         code = (Traced if compressor.native else Hosted)(compressor)
         info = TensorInfo.whole("sample", (entries,), world=world)
         grad = tf.constant(np.random.default_rng(0).normal(size=entries).astype(np.float32))

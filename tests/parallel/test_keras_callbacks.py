@@ -141,6 +141,18 @@ def test_what_was_sent_is_in_the_logs(capsys):
     assert (f"worker 0 sent {stats['wire_bytes'] / 1e6:.6g} MB in 12 steps" in printed) == (RANK == 0)
 
 
+def test_what_was_sent_is_written_for_tensorboard_and_summed_up(capsys, tmp_path):
+    model, optimizer = network(), hvd.DistributedOptimizer(SGD(0.1), compression=TOPK)
+    fit(model, optimizer, epochs=2, callbacks=[hvd.callbacks.CompressionStatsCallback(verbose=2, log_dir=tmp_path)])
+    assert ("8 steps: sent" in capsys.readouterr().out) == (RANK == 0) == bool(list(tmp_path.iterdir()))
+    assert hvd.compression_progress(model.optimizer).startswith("sent ")
+    if RANK == 0:
+        records = tf.data.TFRecordDataset([str(file) for file in tmp_path.iterdir()])
+        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in records]
+        written = [float(tf.make_ndarray(v.tensor)) for e in events for v in e.summary.value if v.tag == "compression/wire_bytes"]
+        assert written == [pytest.approx(optimizer.compression_stats()["wire_bytes"] / 8)] * 2
+
+
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_the_best_model_is_kept(only_weights, tmp_path):
     model, callback = network(), hvd.callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=only_weights)

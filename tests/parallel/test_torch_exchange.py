@@ -2,13 +2,17 @@
 
 import dataclasses
 import io
+import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import hvd_quant.torch as hvd
 from hvd_quant import Compression, TensorInfo, get_compressor, registry, wire
+from hvd_quant.cli import bench, main
 from hvd_quant.exchange import cost, hosts, ranges
 from hvd_quant.ops import torch as ops
 from hvd_quant.torch import network
@@ -645,3 +649,40 @@ def test_tensors_of_random_sizes_that_arrive_in_random_orders():
         pytest.skip("the launch with four workers runs it")
     exchanges, worst = stress.stress_round(seed=2, number=0)
     assert exchanges == 240 and worst <= 1
+
+
+def test_bench_measures_what_plan_predicts_by(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "SAMPLE", 2**14)
+    monkeypatch.setattr(bench, "REPEATS", 2)
+    monkeypatch.setattr(cost, "_SIZES", [2**10, 2**12])
+    arguments = ["bench", "exchange", "--json", "--shape", "100x100", "-c", "onebit", "-c", "randomk", "--save", str(tmp_path / "n.json")]
+    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    if RANK != 0:
+        assert done.output == "" and not list(tmp_path.iterdir())
+        return
+    found = json.loads(done.output)
+    assert [one["spec"] for one in found["exchanges"]] == ["onebit:exchange=allgather", "onebit:exchange=sra", "randomk:exchange=allreduce"]
+    assert all(one["exchange_seconds"] > 0 and one["measured_seconds"] > 0 for one in found["exchanges"])
+    assert set(found["costs"]["rates"]) >= {"none", "fp16", "onebit", "randomk"}
+    arguments = ["plan", "--shapes", "100x100", "--workers", str(WORLD), "-c", "onebit", "--json", "--calibration", found["saved"]]
+    predictions = json.loads(CliRunner().invoke(main, arguments, catch_exceptions=False).output)["predictions"]
+    expected = {one["spec"]: one["exchange_seconds"] for one in found["exchanges"]}
+    assert {one["spec"]: one["exchange_seconds"] for one in predictions if one["spec"] in expected} == {
+        spec: seconds for spec, seconds in expected.items() if spec.startswith("onebit")}
+
+
+def test_what_exchanges_cost_is_where_a_user_looks():
+    written, parameters = {}, weights()
+    optimizer = optimizer_of(parameters, "topk:ratio=0.1,min_numel=0")
+    for i in range(2):
+        step(optimizer, parameters, gradients(i))
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.update({name: (value, step)}))
+    hvd.log_compression(optimizer, writer, 2)
+    stats = optimizer.compression_stats()
+    assert written["compression/wire_bytes"] == (stats["wire_bytes"] / 2, 2)
+    assert written["compression/compression_ratio"] == (stats["dense_bytes"] / stats["wire_bytes"], 2)
+    assert 0 <= written["compression/hidden_share"][0] <= 1
+    assert hvd.compression_progress(optimizer).startswith("sent ") and hvd.compression_progress(optimizer).endswith(" % hidden")
+    lines = hvd.compression_summary(optimizer).splitlines()
+    assert lines[1].startswith("2 steps") and sum("topk:" in line for line in lines) == 1
