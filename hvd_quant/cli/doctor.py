@@ -88,7 +88,7 @@ class Finding:
 def probe(framework: str) -> dict[str, Any]:
     """What a process of its own finds of a framework: one that is broken may end it."""
     try:
-        run = subprocess.run([sys.executable, "-c", PROBE, framework], capture_output=True, text=True, timeout=SECONDS,
+        run = subprocess.run([sys.executable, "-c", PROBE, framework], check=False, capture_output=True, text=True, timeout=SECONDS,
                              env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
     except subprocess.TimeoutExpired:
         return {"version_error": f"importing it takes more than {SECONDS} seconds"}
@@ -227,7 +227,7 @@ def host(name: str) -> Finding:
     check = "import hvd_quant, platform; print('FOUND', platform.python_version(), hvd_quant.__version__)"
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", name, f'{sys.executable} -c "{check}"']
     try:
-        run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+        run = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
     except subprocess.TimeoutExpired:
         return Finding(what, ERROR, "ssh has not ended after 30 seconds", f"ssh {name} true")
     said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]

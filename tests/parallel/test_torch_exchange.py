@@ -20,7 +20,8 @@ from hvd_quant.torch.exchanges import Cargo
 from hvd_quant.torch.reducer import Reducer
 from tests import stress
 from tests.conftest import CODECS, ERROR_FEEDBACK
-from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat, network as small_network, on_all, train, wrap
+from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat, on_all, train, wrap
+from tests.parallel.torch_workers import network as small_network
 
 SHAPES = {"one": (1,), "seven": (7,), "byte": (255,), "more": (257,), "matrix": (50, 100), "large": (70000,), "image": (8, 4, 3, 3)}
 COMPRESSED = {spec: c for spec, c in CODECS.items() if c.name != "none"}
