@@ -6,7 +6,8 @@ import click
 
 import hvd_quant
 
-COMMANDS = {"bench": "bench", "build-horovod": "build_horovod", "doctor": "doctor", "list": "listing", "plan": "plan", "show": "show"}
+COMMANDS = {"bench": "bench", "build-horovod": "build_horovod", "doctor": "doctor", "list": "listing", "plan": "plan",
+            "show": "show"}
 
 
 class _Commands(click.Group):

@@ -17,7 +17,7 @@ from hvd_quant.cli.plan import calibration_path, save_calibration
 from hvd_quant.exchange import plan
 
 COMPARED = ("none", "fp16", "onebit", "adaptive", "topk")
-SAMPLE, REPEATS = 2**23, 20  # more than training spends on it: what is measured here is kept
+SAMPLE, REPEATS = 2**23, 12  # more than training spends on it: what is measured here is kept
 ROUNDS, WARM_UP = 7, 3
 
 
@@ -34,8 +34,8 @@ def command() -> None:
 def kernels(entries: int, threads: int, rounds: int, as_json: bool) -> None:
     """Time each code on one machine, against the machine's limit for it.
 
-    A code's limit is one pass over memory: an encode with error feedback must read gradient and residual and write the residual, a
-    decode must write its output.
+    A code's limit is one pass over memory: an encode with error feedback must read gradient and residual and write the
+    residual, a decode must write its output.
 
     Exit codes: 0 done, 1 PyTorch or its kernels are missing, 2 the usage is wrong.
     """
@@ -109,8 +109,8 @@ def exchange(shape: tuple[int, ...], compressors: tuple[Compressor, ...], save: 
     hvd.init()
     workers = hvd.size()
     if workers < 2:
-        raise click.UsageError("there is one worker, and nothing to exchange: start it on several, with horovodrun -np 2 -H host1,host2 "
-                               "hvd-quant bench exchange")
+        raise click.UsageError("there is one worker, and nothing to exchange: start it on several, with horovodrun -np 2 "
+                               "-H host1,host2 hvd-quant bench exchange")
     costs = network.measure([get_compressor("none:only_if_faster=true"), *compressors], SAMPLE, REPEATS)
     info = TensorInfo.whole("tensor", shape, world=workers)
     exchanges = []
@@ -123,7 +123,8 @@ def exchange(shape: tuple[int, ...], compressors: tuple[Compressor, ...], save: 
     path = save or calibration_path(workers)
     save_calibration(costs, workers, path)
     if as_json:
-        output.show_json({"workers": workers, "shape": list(shape), "exchanges": exchanges, "costs": costs.as_dict(), "saved": str(path)})
+        output.show_json({"workers": workers, "shape": list(shape), "exchanges": exchanges, "costs": costs.as_dict(),
+                          "saved": str(path)})
         return
     network_rows = output.table("collective", "smallest", "Mbit/s", right=("smallest", "Mbit/s"))
     for kind, points in costs.collectives.items():

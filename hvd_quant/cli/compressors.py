@@ -38,7 +38,7 @@ def text(cls: type[Compressor]) -> str:
 
 
 def knobs(compressor: Compressor) -> list[dict[str, Any]]:
-    """Each with its value, its default (None where it has to be given), what the docstring says, and whether all compressors have it."""
+    """Each with its value, its default (None where it has to be given), what docstrings say, and whether all compressors have it."""
     described: dict[str, str] = {}
     for cls in reversed(type(compressor).__mro__[:-1]):
         described |= _arguments(cls)
@@ -68,8 +68,8 @@ def sizes(compressor: Compressor, shape: tuple[int, ...]) -> dict[str, Any]:
     """Bytes of a tensor's payload and of what is kept for it.
 
     Returns:
-        shape, dense_bytes, payload_bytes, ratio, state_bytes: of the worker's own gradient, owner_state_bytes: of as many entries whose
-        mean it sends to all in "sra", of which a worker owns one part in as many as there are workers.
+        shape, dense_bytes, payload_bytes, ratio, state_bytes: of the worker's own gradient, owner_state_bytes: of the entries
+        whose mean a worker sends to all in "sra", were it all of them.
     """
     info = TensorInfo.whole("", shape, world=2)
     final = compressor.stages()[-1][1] or compressor

@@ -96,8 +96,8 @@ def probe(framework: str) -> dict[str, Any]:
         if line.startswith("FOUND"):
             return json.loads(line.removeprefix("FOUND"))
     last = (run.stderr.strip().splitlines() or ["no output"])[-1]
-    died = f"the process that imported it was ended by signal {-run.returncode}" if run.returncode < 0 else f"exit status {run.returncode}"
-    return {"version_error": f"{died}: {last}"}
+    how = f"was ended by signal {-run.returncode}" if run.returncode < 0 else f"ended with status {run.returncode}"
+    return {"version_error": f"the process that imported it {how}: {last}"}
 
 
 def frameworks() -> Iterator[Finding]:
@@ -109,7 +109,8 @@ def frameworks() -> Iterator[Finding]:
             if found["version_error"].startswith("ModuleNotFoundError") and repr(framework) in found["version_error"]:
                 missing.append(framework)
             else:
-                yield Finding(name, ERROR, f"it can't be imported: {found['version_error']}", f"pip install --force-reinstall {framework}")
+                yield Finding(name, ERROR, f"it can't be imported: {found['version_error']}",
+                              f"pip install --force-reinstall {framework}")
             continue
         yield version_of(framework, found["version"])
         if "kernels" in found:
@@ -117,12 +118,13 @@ def frameworks() -> Iterator[Finding]:
             yield Finding(f"kernels for {name}", OK, f"loaded, with {level} instructions" if level else "loaded")
         else:
             yield Finding(f"kernels for {name}", ERROR, found["kernels_error"],
-                          "in hvd_quant's source, with the framework installed: pip install --no-build-isolation --force-reinstall --no-deps .")
+                          "in hvd_quant's source: pip install --no-build-isolation --force-reinstall --no-deps .")
         yield horovod_of(framework, found)
         if framework == "tensorflow":
             yield keras_of(found)
     if len(missing) == 2:
-        yield Finding("frameworks", ERROR, "neither PyTorch nor TensorFlow is installed", "pip install torch, or pip install tensorflow")
+        yield Finding("frameworks", ERROR, "neither PyTorch nor TensorFlow is installed",
+                      "pip install torch, or pip install tensorflow")
     for framework in missing if len(missing) == 1 else ():
         yield Finding(NAMES[framework], OK, "not installed, which is fine")
 
@@ -154,7 +156,8 @@ def horovod_of(framework: str, found: dict[str, Any]) -> Finding:
 
 def keras_of(found: dict[str, Any]) -> Finding:
     if "keras" not in found:
-        return Finding("Keras", ERROR, found["keras_error"], "pip install 'keras>=3.5', or unset TF_USE_LEGACY_KERAS where it is set")
+        return Finding("Keras", ERROR, found["keras_error"],
+                       "pip install 'keras>=3.5', or unset TF_USE_LEGACY_KERAS where it is set")
     package, version, backend = found["keras"]
     if package == "tf_keras":
         return Finding("Keras", OK, f"tf_keras {version}, by TF_USE_LEGACY_KERAS")
@@ -177,7 +180,7 @@ def launcher() -> Finding:
 
 
 def interfaces(folder: Path = NETWORKS) -> dict[str, int | None]:
-    """The network interfaces that are up, with Mbit/s where they tell. Loopback and those of containers and bridges are left out."""
+    """The network interfaces that are up, with Mbit/s where they tell; without loopback and those of containers and bridges."""
     found = {}
     for path in sorted(folder.iterdir()) if folder.exists() else ():
         try:
@@ -185,7 +188,8 @@ def interfaces(folder: Path = NETWORKS) -> dict[str, int | None]:
             kind = int((path / "type").read_text())
         except (OSError, ValueError):
             continue
-        if up and kind == 1 and not re.match(r"lo$|docker|br-|veth|virbr|cni|flannel|ifb|dummy|tap", path.name) or up and kind == 32:
+        ethernet = kind == 1 and not re.match(r"docker|br-|veth|virbr|cni|flannel|ifb|dummy|tap|lo$", path.name)
+        if up and (ethernet or kind == 32):  # InfiniBand
             try:
                 speed = int((path / "speed").read_text())
             except (OSError, ValueError):
@@ -213,7 +217,7 @@ def memory() -> Finding:
         return Finding("memory", OK, "malloc isn't glibc's")
     if all(os.environ.get(name) for name in MALLOC):
         return Finding("memory", OK, "freed memory stays in the process")
-    return Finding("memory", OK, "freed memory goes back to the system, and large tensors come as new pages, which takes time on CPUs",
+    return Finding("memory", OK, "freed memory goes back to the system, so large tensors come as new pages, which takes time on CPUs",
                    "export " + " ".join(f"{name}={value}" for name, value in MALLOC.items()))
 
 
@@ -232,12 +236,13 @@ def host(name: str) -> Finding:
         return Finding(what, ERROR, "ssh has not ended after 30 seconds", f"ssh {name} true")
     said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
     if run.returncode == 255:
-        fix = f"ssh-copy-id {name}" if "denied" in said else f"ssh-keyscan {name} >> ~/.ssh/known_hosts" if "verification" in said else (
-            f"see that this works without a question: ssh {name} true")
+        known = {"denied": f"ssh-copy-id {name}", "verification": f"ssh-keyscan {name} >> ~/.ssh/known_hosts"}
+        fix = next((fix for word, fix in known.items() if word in said), f"see that this works without a question: ssh {name} true")
         return Finding(what, ERROR, f"ssh can't get there: {said}", fix)
     found = re.search(r"FOUND (\S+) (\S+)", run.stdout)
     if not found:
-        return Finding(what, ERROR, f"{sys.executable} has no hvd_quant there: {said}", "install the same environment at the same path there")
+        return Finding(what, ERROR, f"{sys.executable} has no hvd_quant there: {said}",
+                       "install the same environment at the same path there")
     here = (platform.python_version(), hvd_quant.__version__)
     if found.groups() != here:
         return Finding(what, ERROR, "Python {} with hvd_quant {}, and here it is {} with {}".format(*found.groups(), *here),
@@ -256,7 +261,8 @@ def diagnose(hosts: list[str]) -> Iterator[Finding]:
         yield host(name)
 
 
-@click.command("doctor", epilog=output.examples("hvd-quant doctor", "hvd-quant doctor --hosts worker1,worker2", "hvd-quant doctor --json"))
+@click.command("doctor", epilog=output.examples(
+    "hvd-quant doctor", "hvd-quant doctor --hosts worker1,worker2", "hvd-quant doctor --json"))
 @click.option("--hosts", default="", metavar="A,B", help="Other hosts that are to take part: tries to reach them by ssh.")
 @output.json_option
 def command(hosts: str, as_json: bool) -> None:

@@ -191,7 +191,8 @@ def table(figures: dict[str, dict[str, float]], entries: int, title: str) -> Tab
     """What :func:`summary` found."""
     with_tensorflow = any("of_torch" in row for row in figures.values())
     rows = Table(title=title)
-    for column in ("row", "median ms", "quartiles", "GB/s", "of its limit", "of reading", *(["times PyTorch's"] if with_tensorflow else [])):
+    columns = ["row", "median ms", "quartiles", "GB/s", "of its limit", "of reading"]
+    for column in columns + ["times PyTorch's"] * with_tensorflow:
         rows.add_column(column, justify="left" if column == "row" else "right")
     for name, row in figures.items():
         moved = entries * (4 if "decode" in name or name.startswith((FILL, READ)) or "of_reading" in row else 12)

@@ -35,8 +35,8 @@ def show_json(result: Any) -> None:
 
 def table(*columns: str, right: Iterable[str] = (), **kwargs: Any) -> Table:
     """A table without rows; columns of figures are on the right."""
-    return Table(*(Column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold") for name in columns),
-                 **kwargs)
+    return Table(*(Column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
+                   for name in columns), **kwargs)
 
 
 def show(*parts: Any) -> None:

@@ -41,8 +41,8 @@ def load_calibration(path: Path, workers: int) -> cost.Costs:
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{path} can't be read: {error}; `hvd-quant bench exchange` writes such a file") from None
     if figures.get("workers") != workers:
-        raise click.UsageError(f"{path} was measured between {figures.get('workers')} workers, and --workers is {workers}: measure it with "
-                               f"`horovodrun -np {workers} -H HOSTS hvd-quant bench exchange --save {path}`")
+        raise click.UsageError(f"{path} was measured between {figures.get('workers')} workers, and --workers is {workers}: measure it "
+                               f"with `horovodrun -np {workers} -H HOSTS hvd-quant bench exchange --save {path}`")
     return costs
 
 
@@ -109,7 +109,8 @@ def costs_for(compressors: list[Compressor], workers: int, rate: str | None, cal
     else:
         path = calibration or calibration_path(workers)
         if calibration is None and not path.exists():
-            raise click.UsageError(f"give --rate, such as 1gbit, or measure: horovodrun -np {workers} -H HOSTS hvd-quant bench exchange")
+            raise click.UsageError("give --rate, such as 1gbit, or measure: "
+                                   f"horovodrun -np {workers} -H HOSTS hvd-quant bench exchange")
         costs, words = load_calibration(path, workers), f"what was measured between {workers} workers ({path})"
     missing = [c for c in [*compressors, plan.FP16] if cost.key_of(c) not in costs.rates and c.name != "none"]
     if missing:
@@ -117,7 +118,8 @@ def costs_for(compressors: list[Compressor], workers: int, rate: str | None, cal
         if backend is None:
             return costs, f"{words}, and codes that take a typical time, since no framework's kernels are here to measure"
         found = timing.all_rates([c for c in missing if backend.can(c)], backend, workers)
-        costs, words = dataclasses.replace(costs, rates={**found, **costs.rates}), f"{words}, and codes as they run here in {backend.name}"
+        costs = dataclasses.replace(costs, rates={**found, **costs.rates})
+        words += f", and codes as they run here in {backend.name}"
     return costs, words
 
 
@@ -170,7 +172,8 @@ def command(model: str | None, shapes: str | None, file: Path | None, workers: i
     best = plan.recommend(predictions)
     none = next(one for one in predictions if one.spec == "none")
     result: dict[str, Any] = {
-        "tensors": len(infos), "entries": sum(info.numel for info in infos), "workers": workers, "basis": basis, "backward": backward,
+        "tensors": len(infos), "entries": sum(info.numel for info in infos), "workers": workers, "basis": basis,
+        "backward": backward,
         "predictions": [dataclasses.asdict(one) for one in predictions], "recommended": best.spec}
     if as_json:
         output.show_json(result)
@@ -181,7 +184,8 @@ def command(model: str | None, shapes: str | None, file: Path | None, workers: i
         figures = [one.exchange_seconds, *([one.step_seconds] if backward else [])]
         rows.add_row(one.spec, output.format_bytes(one.sent_bytes), *map(output.format_seconds, figures),
                      f"{none.step_seconds / one.step_seconds:.2f}", style="bold" if one is best else None)
-    output.show(f"{result['tensors']} tensors, {result['entries']:,} entries, {workers} workers; {basis}", rows, conclusion(best, none, backward))
+    output.show(f"{result['tensors']} tensors, {result['entries']:,} entries, {workers} workers; {basis}", rows,
+                conclusion(best, none, backward))
 
 
 def conclusion(best: plan.Prediction, none: plan.Prediction, backward: float) -> str:

@@ -8,8 +8,8 @@ from hvd_quant import get_compressor
 from hvd_quant.cli import compressors, output
 
 
-@click.command("show", epilog=output.examples("hvd-quant show topk", "hvd-quant show topk:ratio=0.001,values=float16 --shape 1024x1024",
-                                              "hvd-quant show threshold --json"))
+@click.command("show", epilog=output.examples(
+    "hvd-quant show topk", "hvd-quant show topk:ratio=0.001,values=float16 --shape 1024x1024", "hvd-quant show threshold --json"))
 @click.argument("spec", metavar="NAME|SPEC")
 @click.option("--shape", type=output.Shape(), help="Of the tensor whose sizes are shown; 4096x4096 if unset.")
 @click.option("--numel", type=click.IntRange(min=1), help="The same for a vector of so many entries.")

@@ -121,7 +121,8 @@ class Costs:
             ValueError: if it is none.
         """
         try:
-            return cls({kind: tuple((float(n), float(seconds)) for n, seconds in figures["collectives"][kind]) for kind in COLLECTIVES},
+            collectives = figures["collectives"]
+            return cls({kind: tuple((float(n), float(seconds)) for n, seconds in collectives[kind]) for kind in COLLECTIVES},
                        {spec: Rates(**rates) for spec, rates in figures["rates"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"these are no costs of exchanges: {type(error).__name__}: {error}") from None
@@ -136,7 +137,8 @@ def typical(world: int, bits_per_second: float = 1e9) -> Costs:
     ring = (world - 1) / world
     hops = {"allreduce": 2 * ring, "allreduce_fp16": 4 * ring, "allgather": world - 1, "alltoall": ring}
     latency = dict.fromkeys(COLLECTIVES, 1.5e-3) | {"alltoall": 2.5e-3}
-    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * 8 / bits_per_second) for n in (0, 2**20)) for kind in COLLECTIVES})
+    second = 8 / bits_per_second
+    return Costs({kind: tuple((n, latency[kind] + hops[kind] * n * second) for n in (0, 2**20)) for kind in COLLECTIVES})
 
 
 def key_of(compressor: Compressor) -> str:

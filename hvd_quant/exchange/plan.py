@@ -93,8 +93,8 @@ def ways(compressors: Iterable[Compressor]) -> list[Compressor]:
 
 
 def recommend(predictions: list[Prediction]) -> Prediction:
-    """Of those that come near the fastest, the one with the longest payloads, since it loses least of the gradient; none, where it is
-    one of them."""
+    """Of those that come near the fastest, the one with the longest payloads, since it loses least of the gradient; none, where
+    it is one of them."""
     fastest = min(one.step_seconds for one in predictions)
     near = [one for one in predictions if one.step_seconds * (1 - WORTH) <= fastest]
     return max(near, key=lambda one: (one.spec == _NONE.spec, one.payload_bytes, -one.step_seconds))

@@ -81,8 +81,8 @@ def log_compression(source: Any, writer: Any, step: int, prefix: str = "compress
     elif hasattr(writer, "as_default"):
         add = _in_tensorflow(writer)
     else:
-        raise TypeError(f"a {type(writer).__name__} writes no scalars: give a torch.utils.tensorboard.SummaryWriter, whatever else has "
-                        "add_scalar(name, value, step), or a tf.summary.create_file_writer(folder)")
+        raise TypeError(f"a {type(writer).__name__} writes no scalars: give a torch.utils.tensorboard.SummaryWriter, whatever else "
+                        "has add_scalar(name, value, step), or a tf.summary.create_file_writer(folder)")
     logged = _logged.setdefault(writer, {})
     for name, value in figures(now, logged.get(prefix)).items():
         add(f"{prefix}/{name}", value, step)
@@ -135,8 +135,9 @@ def compression_summary(source: Any, since: Mapping[str, Any] | None = None) -> 
     sent, dense = (now[key] - since.get(key, 0) for key in ("wire_bytes", "dense_bytes"))
     lines = [f"{steps} steps: sent {format_bytes(sent)}, dense gradients are {format_bytes(dense)}"
              + (f", {found['compression_ratio']:.3g} times as much" if "compression_ratio" in found else "")]
-    lines.append("a step: " + ", ".join(f"{1e3 * found[key]:.3g} ms {words}" for key, words in zip(SECONDS, ("encoding", "waiting", "decoding")))
-                 + (f"; {100 * found['hidden_share']:.0f} % of the exchanges' time hidden" if "hidden_share" in found else ""))
+    spent = (f"{1e3 * found[key]:.3g} ms {doing}" for key, doing in zip(SECONDS, ("encoding", "waiting", "decoding")))
+    hidden = f"; {100 * found['hidden_share']:.0f} % of the exchanges' time hidden" if "hidden_share" in found else ""
+    lines.append("a step: " + ", ".join(spent) + hidden)
     if void := now["void_tensors"] - since.get("void_tensors", 0):
         lines.append(f"{void} tensors were void, since some worker's gradient was not finite")
     rows = [("travelled as", "by", "tensors", "sent", "times less")]

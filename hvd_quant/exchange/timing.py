@@ -74,7 +74,8 @@ def here() -> Backend | None:
     return None
 
 
-def rates(compressor: Compressor, backend: Backend, entries: int, world: int, wait: Callable[[], None] = lambda: None) -> cost.Rates:
+def rates(compressor: Compressor, backend: Backend, entries: int, world: int, wait: Callable[[], None] = lambda: None
+          ) -> cost.Rates:
     """Seconds an entry of encoding and decoding.
 
     Arguments:
@@ -120,7 +121,8 @@ def _times(vector: Any, world: int) -> Any:
     return vector
 
 
-def all_rates(compressors: Iterable[Compressor], backend: Backend, world: int, sample: int = cost.SAMPLE) -> dict[str, cost.Rates]:
+def all_rates(compressors: Iterable[Compressor], backend: Backend, world: int, sample: int = cost.SAMPLE
+              ) -> dict[str, cost.Rates]:
     """Those of each code, with what a call costs, as :class:`hvd_quant.exchange.cost.Costs` has them."""
     different = {cost.key_of(compressor): compressor for compressor in compressors}
     return {key: cost.with_call(*(rates(compressor, backend, n, world) for n in (sample, cost.LITTLE)))

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -674,11 +673,14 @@ def test_bench_measures_what_plan_predicts_by(monkeypatch, tmp_path):
 
 
 def test_what_exchanges_cost_is_where_a_user_looks():
-    written, parameters = {}, weights()
+    class Writer:
+        def add_scalar(self, name, value, step):
+            written[name] = value, step
+
+    written, writer, parameters = {}, Writer(), weights()
     optimizer = optimizer_of(parameters, "topk:ratio=0.1,min_numel=0")
     for i in range(2):
         step(optimizer, parameters, gradients(i))
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.update({name: (value, step)}))
     hvd.log_compression(optimizer, writer, 2)
     stats = optimizer.compression_stats()
     assert written["compression/wire_bytes"] == (stats["wire_bytes"] / 2, 2)

@@ -314,9 +314,17 @@ def test_kernels_are_timed():
     assert {"onebit encode", "topk 1 % decode_sum of 4"} <= set(one["rows"]) and all(row["ms"] > 0 for row in one["rows"].values())
 
 
-def test_one_worker_has_nothing_to_exchange():
-    pytest.importorskip("horovod")
+def test_one_worker_has_nothing_to_exchange(monkeypatch):
+    alone = SimpleNamespace(init=lambda: None, size=lambda: 1)
+    monkeypatch.setattr("hvd_quant.cli.bench.frontend", lambda: (alone, None))
     assert "horovodrun -np 2 -H host1,host2 hvd-quant bench exchange" in " ".join(run("bench", "exchange", code=2).split())
+
+
+def test_what_bench_lacks_is_said(monkeypatch):
+    for name in ("hvd_quant.torch", "hvd_quant.tensorflow", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for what in ("exchange", "kernels"):
+        assert "`hvd-quant doctor` tells more" in run("bench", what, code=1)
 
 
 def test_a_compressor_without_a_docstring_can_be_shown():
