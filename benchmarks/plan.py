@@ -1,12 +1,13 @@
 """What `hvd-quant plan` predicts, against what the exchange benchmark has measured.
 
-First network and codes are measured, as `hvd-quant bench exchange` does it, between the hosts of a `Cluster`, for each number of
-workers and each rate of the benchmark: 10 to 60 seconds each. Then every point of the benchmark is predicted by that, and by the rate
-alone with codes as they run here in one process. Rows that aren't what plan predicts are left out: Horovod's own fp16, DDP, and the
-streaming twins.
+First network and codes are measured, as `hvd-quant bench exchange` does it, between the hosts of a `Cluster`, for each number
+of workers and each rate of the benchmark: 10 to 60 seconds each. Then every point of the benchmark is predicted by that, and by
+the rate alone with codes as they run here in one process. Rows that aren't what plan predicts are left out: Horovod's own fp16,
+DDP, and the streaming twins.
 
     python benchmarks/plan.py calibrate            # writes docs/benchmarks/calibration.json; needs root
     python benchmarks/plan.py check                # reads it and docs/benchmarks/allreduce.json; --all lists every point
+    python benchmarks/plan.py check --write        # puts the shares into docs/plan.md too
 """
 
 import argparse
@@ -22,17 +23,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from allreduce_grid import BASELINE, CODES, HOROVOD_FP16, IDEAL, WORKLOADS, Point
+from allreduce_grid import BASELINE, CODES, HOROVOD_FP16, IDEAL, WORKLOADS, Point, entries
 from allreduce_workers import Workers
 from cluster import Cluster, ClusterError
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hvd_quant import TensorInfo, get_compressor
 from hvd_quant.exchange import cost, plan, timing
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
+PAGE = FOLDER.parent / "plan.md"
+BEGIN, END = "<!-- what follows is written by `benchmarks/plan.py check --write` -->", "<!-- up to here -->"
 NEAR = 0.2
+COLUMNS = ("workers", "rate", "tensors", "points", "within 20 %", "median of predicted / measured")
 SPECS = [*CODES, "fp16", "bf16", "none"]
 Place = tuple[int, str]
 
@@ -93,22 +97,28 @@ def near(ratios: Iterable[float]) -> tuple[int, int]:
     return sum(1 - NEAR <= ratio <= 1 + NEAR for ratio in ratios), len(ratios)
 
 
-def summary(checked: list[tuple[Point, float]], title: str) -> Table:
-    """By place, and within it by tensors of less than a megabyte and others."""
-    table = Table(title=title)
-    for column in ("workers", "rate", "tensors", "points", "within 20 %", "median of predicted / measured"):
-        table.add_column(column, justify="right")
+def summary(checked: list[tuple[Point, float]]) -> list[tuple[str, ...]]:
+    """Rows of ``COLUMNS``: by place, and within it by tensors of up to a megabyte and others; then all."""
     groups: dict[Any, list[float]] = collections.defaultdict(list)
     for point, ratio in checked:
-        entries = sum(torch.Size(shape).numel() for shape in WORKLOADS[point["workload"]])
-        groups[point["workers"], point["rate"], "up to 1 MB" if 4 * entries <= 2**20 else "more"].append(ratio)
+        size = "up to 1 MB" if 4 * entries(point["workload"]) <= 2**20 else "more"
+        groups[str(point["workers"]), point["rate"], size].append(ratio)
+    groups["all", "", ""] = [ratio for _, ratio in checked]
+    rows = []
     for key, ratios in groups.items():
         good, count = near(ratios)
-        table.add_row(*map(str, key), str(count), f"{good} ({good / count:.0%})", f"{statistics.median(ratios):.2f}")
-    good, count = near(ratio for _, ratio in checked)
-    table.add_section()
-    table.add_row("", "", "all", str(count), f"{good} ({good / max(count, 1):.0%})", f"{statistics.median(r for _, r in checked):.2f}")
-    return table
+        rows.append((*key, str(count), f"{good} ({good / count:.0%})", f"{statistics.median(ratios):.2f}"))
+    return rows
+
+
+def write(tables: dict[str, list[tuple[str, ...]]], page: Path) -> None:
+    """Put the summaries into a page, between its two marks."""
+    lines: list[str] = []
+    for title, rows in tables.items():
+        lines += [f"**{title}**:", "", f"| {' | '.join(COLUMNS)} |", "|" + "---:|" * len(COLUMNS)]
+        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text("\n".join([before + BEGIN, "", *lines, END + rest.split(END)[1]]))
 
 
 def listing(checked: list[tuple[Point, float]]) -> Table:
@@ -131,6 +141,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", help="calibrate these alone, and keep the others that are in the file")
     parser.add_argument("--rates", nargs="+", help="the same for rates")
     parser.add_argument("--all", action="store_true", help="list every point")
+    parser.add_argument("--write", action="store_true", help=f"put the shares into {PAGE.name} too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     points = json.loads(args.figures.read_text())["points"]
@@ -149,14 +160,21 @@ def main() -> None:
                 whole = [{"workers": workers, "rate": rate, **costs.as_dict()} for (workers, rate), costs in kept.items()]
                 args.calibration.write_text("[\n " + ",\n ".join(map(json.dumps, whole)) + "\n]\n")
         return
-    if not kept:
-        sys.exit(f"there is no {args.calibration}: python benchmarks/plan.py calibrate")
-    for title, by_place in (("by what was measured of network and codes", kept),
-                            ("by the rate alone", {place: stated(place) for place in places(points)})):
+    if not any(place in kept for place in places(points)):
+        sys.exit(f"{args.calibration} has nothing of the places in {args.figures}: python benchmarks/plan.py calibrate")
+    tables = {}
+    for title, by_place in (("By what was measured of network and codes", kept),
+                            ("By the rate alone", {place: stated(place) for place in places(points)})):
         checked = check(points, by_place)
         if args.all:
             console.print(listing(checked))
-        console.print(summary(checked, title))
+        tables[title] = summary(checked)
+        table = Table(*(Column(name, justify="right") for name in COLUMNS), title=title)
+        for row in tables[title]:
+            table.add_row(*row)
+        console.print(table)
+    if args.write:
+        write(tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ import allreduce_grid  # noqa: E402
 import allreduce_report  # noqa: E402
 import allreduce_workers  # noqa: E402
 import min_numel  # noqa: E402
+import plan as plan_benchmark  # noqa: E402
 from allreduce import grid, parse  # noqa: E402
 from allreduce_grid import BASELINE, IDEAL, ROWS, WORKLOADS, Key, entries  # noqa: E402
 from cluster import HEADERS  # noqa: E402
 
 from hvd_quant import get_compressor, wire  # noqa: E402
 from hvd_quant.compressors import TensorInfo  # noqa: E402
+from hvd_quant.exchange import cost  # noqa: E402
 
 CODES = [get_compressor(code) for code in allreduce_grid.CODES]
 each_code = pytest.mark.parametrize("compressor", CODES, ids=lambda c: c.name)
@@ -337,3 +339,29 @@ def test_every_compressor_and_scheme_has_a_row():
     assert {spec.name for spec in specs} >= {name for name in list_compressors() if compressor_class(name).__module__.startswith("hvd_quant.")}
     assert {spec.merge for spec in specs} == {"none", "sum", "replace", "error"} and any(spec.momentum for spec in specs)
     assert any(row.every for row in schemes.ROWS) and any(row.outer for row in schemes.ROWS)
+
+
+# ----------------------------------------------------------------------------------------------------- plan's predictions
+
+def test_predictions_are_compared_with_what_they_are_of(tmp_path):
+    costs = cost.typical(4)
+    spec = "onebit:exchange=sra"
+    infos = [TensorInfo.whole("w", (1024, 1024), world=4)]
+    seconds = {BASELINE: costs.exchange(get_compressor("none"), infos), spec: costs.exchange(get_compressor(spec), infos)}
+    points = [point(Key(4, "1gbit", "1024x1024", BASELINE), seconds[BASELINE]),
+              point(Key(4, "1gbit", "1024x1024", spec), 2 * seconds[spec]),
+              *(point(Key(4, "1gbit", "1024x1024", row), 1.0) for row in (IDEAL + spec, "DDP fp32", "Horovod fp16")),
+              point(Key(2, "1gbit", "1024x1024", spec), 1.0)]  # a place that was not measured
+    assert plan_benchmark.places(points) == [(4, "1gbit"), (2, "1gbit")]
+    checked = plan_benchmark.check(points, {(4, "1gbit"): costs})
+    assert [ratio for _, ratio in checked] == [pytest.approx(1.0), pytest.approx(0.5)]
+    rows = plan_benchmark.summary(checked)
+    assert rows == [("4", "1gbit", "more", "2", "1 (50%)", "0.75"), ("all", "", "", "2", "1 (50%)", "0.75")]
+    page = tmp_path / "plan.md"
+    page.write_text(f"before\n{plan_benchmark.BEGIN}\nold\n{plan_benchmark.END}\nafter\n")
+    for _ in range(2):
+        plan_benchmark.write({"Title": rows}, page)
+    text = page.read_text()
+    assert text.startswith("before\n<!--") and text.endswith("<!-- up to here -->\nafter\n") and "old" not in text
+    assert text.count("| 4 | 1gbit | more | 2 | 1 (50%) | 0.75 |") == 1
+    assert all(plan_benchmark.PAGE.read_text().count(mark) == 1 for mark in (plan_benchmark.BEGIN, plan_benchmark.END))
