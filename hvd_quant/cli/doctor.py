@@ -76,7 +76,7 @@ class Finding:
         what: the thing.
         status: "ok", "warning" or "error".
         found: in words.
-        fix: what to do, where it isn't ok.
+        fix: what to do, where something can be better.
     """
 
     what: str

@@ -50,7 +50,8 @@ def together(compressor: Compressor, infos: Iterable[TensorInfo], costs: cost.Co
     infos = list(infos)[::-1]
     compressed = [info for info in infos if compressible(compressor, info)]
     for one, members in ((compressor, compressed), (_NONE, [info for info in infos if not compressible(compressor, info)])):
-        for bucket in buckets.fill({info: 4 * info.numel for info in members}):
+        for places in buckets.fill({place: 4 * info.numel for place, info in enumerate(members)}):
+            bucket = [members[place] for place in places]
             groups.append((cost.decide(one, bucket, costs), bucket))
     return groups
 

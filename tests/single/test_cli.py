@@ -231,6 +231,12 @@ def test_the_plan_is_the_one_that_auto_makes(measured):
     assert whole.exchange_seconds == min(plan.predict(way, infos, costs).exchange_seconds for way in cost.ways(get_compressor("onebit")))
 
 
+def test_tensors_of_the_same_name_count_each():
+    info, costs = TensorInfo.whole("w", (1000, 1000), world=4), network(4)
+    one, two = (plan.predict(get_compressor("onebit"), [info] * n, costs) for n in (1, 2))
+    assert two.sent_bytes == 2 * one.sent_bytes and two.exchange_seconds > one.exchange_seconds
+
+
 def test_the_network_is_what_was_stated(measured):
     arguments = ["plan", "--shapes", "4096x4096", "--workers", 4, "-c", "none"]
     slow, fast = (found(*arguments, "--rate", rate)["predictions"][0] for rate in ("1gbit", "10gbit"))
