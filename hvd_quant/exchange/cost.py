@@ -246,15 +246,15 @@ class Workers(Protocol):
         """The largest of all workers' values, each by itself."""
 
 
-def measure(workers: Workers, compressors: Iterable[Compressor], sample: int = SAMPLE, repeats: int = _REPEATS) -> Costs:
+def measure(workers: Workers, compressors: Iterable[Compressor], sample: int | None = None, repeats: int = _REPEATS) -> Costs:
     """Measure the network and the machine, together with all workers; some seconds.
 
     Arguments:
         compressors: those whose codes are timed, in the same order on all workers.
-        sample: entries on which that is done.
+        sample: entries on which that is done; ``SAMPLE`` where None.
         repeats: of each collective.
     """
-    compressors = list(compressors)
+    compressors, sample = list(compressors), sample or SAMPLE
     kinds = [kind for kind in COLLECTIVES if kind != "allreduce_fp16" or any(c.only_if_faster for c in compressors)]
     collectives = {}
     for kind in kinds:
