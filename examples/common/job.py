@@ -1,4 +1,4 @@
-"""What the MNIST examples of every framework do around the training: get the data, compare, leave together."""
+"""What the examples of every framework do around the training: get the data, compare, leave together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Total = Callable[[list[int]], list[int]]
 
 def run(hvd: Any, arguments: argparse.Namespace, total: Total,
         train: Callable[[str, argparse.Namespace, Dataset], results.Run]) -> None:
-    """Train one model with each compressor, and show and save what came of it.
+    """Get the data set of images, and train and compare.
 
     Arguments:
         hvd: Horovod's module for the framework, initialised.
@@ -33,10 +33,23 @@ def run(hvd: Any, arguments: argparse.Namespace, total: Total,
 
     title = (f"{arguments.model} on {arguments.dataset}; workers: {hvd.size()}, epochs: {arguments.epochs}, "
              f"{arguments.optimizer} {arguments.lr:g}, batch a worker: {arguments.batch_size}")
-    setting = {**vars(arguments), "output": str(arguments.output), "workers": hvd.size()}
+    compare(hvd, arguments, title, lambda compression: train(compression, arguments, dataset))
+
+
+def compare(hvd: Any, arguments: argparse.Namespace, title: str, train: Callable[[str], results.Run]) -> None:
+    """Train one model with each compressor, and show and save what came of it.
+
+    Arguments:
+        hvd: Horovod's module for the framework, initialised.
+        arguments: of the command line.
+        title: of the table and the picture.
+        train: trains a model with a compressor.
+    """
+    setting = {**{key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
+               "workers": hvd.size()}
     runs = []
     for compression in arguments.compression:
-        runs.append(train(compression, arguments, dataset))
+        runs.append(train(compression))
         if hvd.rank() == 0:  # each time, so that a job that is cut short leaves what it has
             paths = results.save(runs, setting, title, arguments.output)
     if hvd.rank() == 0:

