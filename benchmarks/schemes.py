@@ -16,7 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,47 +111,90 @@ def work(arguments: argparse.Namespace) -> None:
         hvd.allreduce(torch.zeros(1), name="written")
 
 
+class Training:
+    """A model and its distributed optimizer.
+
+    Arguments:
+        row: what is different from the recipe.
+        seed: of initial weights and order of images.
+        recipe: as examples/common/arguments.py parses it.
+        dataset: images.
+
+    Attributes:
+        steps: of an epoch.
+        done: steps so far.
+        tests: what the tests so far gave.
+    """
+
+    def __init__(self, row: Row, seed: int, recipe: argparse.Namespace, dataset: Any) -> None:
+        import torch
+        from pytorch_mnist import build, build_optimizer
+
+        import hvd_quant.torch as hvd
+
+        self.settings = argparse.Namespace(**vars(recipe))
+        self.settings.optimizer, self.settings.lr = row.optimizer or recipe.optimizer, row.lr or recipe.lr
+        self._seed, self._dataset = seed, dataset
+        torch.manual_seed(seed)
+        self.model = build(recipe.model, dataset.image_shape, dataset.classes)
+        optimizer = build_optimizer(self.settings.optimizer, self.model.parameters(), self.settings.lr)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        if row.every:
+            outer = (lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)) if row.outer else None
+            self.optimizer = hvd.ModelAveragingOptimizer(optimizer, self.model.named_parameters(), every=row.every, outer=outer,
+                                                         compression=row.spec)
+            self._agree = self.optimizer.average
+        else:
+            self.optimizer = hvd.DistributedOptimizer(optimizer, self.model.named_parameters(), row.spec)
+            self._agree = self.optimizer.average_parameters
+        self.steps = dataset.train.steps(hvd.size(), self.settings.batch_size)
+        self.done, self.tests = 0, []
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """This worker's, of all epochs."""
+        import hvd_quant.torch as hvd
+
+        for epoch in range(self.settings.epochs):
+            yield from self._dataset.train.batches(seed=self._seed, epoch=epoch, rank=hvd.rank(), size=hvd.size(),
+                                                   batch_size=self.settings.batch_size)
+
+    def step(self, images: Any, labels: Any) -> None:
+        """Train on a batch."""
+        import torch
+        from common import arguments as command_line
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = command_line.learning_rate(self.settings, self.done / (self.steps * self.settings.epochs))
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(torch.from_numpy(images)), torch.from_numpy(labels)).backward()
+        self.optimizer.step()
+        self.done += 1
+
+    def test(self) -> None:
+        """Test the model that the workers have in common."""
+        from pytorch_mnist import accuracy
+
+        import hvd_quant.torch as hvd
+
+        self._agree()
+        self.tests.append({"step": self.done, "accuracy": accuracy(self.model, self._dataset.test.share(hvd.rank(), hvd.size())),
+                           "wire_bytes": self.optimizer.compression_stats()["wire_bytes"]})
+
+
 def train(row: Row, seed: int, recipe: argparse.Namespace, dataset: Any) -> dict[str, Any]:
     """Train one model, and what came of it."""
-    import torch
-    from common import arguments as command_line
-    from pytorch_mnist import accuracy, build, build_optimizer
-
     import hvd_quant.torch as hvd
 
-    settings = argparse.Namespace(**vars(recipe))
-    settings.optimizer, settings.lr = row.optimizer or recipe.optimizer, row.lr or recipe.lr
-    torch.manual_seed(seed)
-    model = build(MODEL, dataset.image_shape, dataset.classes)
-    optimizer = build_optimizer(settings.optimizer, model.parameters(), settings.lr)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    if row.every:
-        outer = (lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)) if row.outer else None
-        optimizer = hvd.ModelAveragingOptimizer(optimizer, model.named_parameters(), every=row.every, outer=outer,
-                                                compression=row.spec)
-        agree = optimizer.average
-    else:
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), row.spec)
-        agree = optimizer.average_parameters
-    test, steps = dataset.test.share(hvd.rank(), hvd.size()), dataset.train.steps(hvd.size(), settings.batch_size)
-    moments = {round(steps * i / TESTS_AN_EPOCH) for i in range(1, TESTS_AN_EPOCH + 1)}
-    done, tests = 0, []
-    for epoch in range(settings.epochs):
-        batches = dataset.train.batches(seed=seed, epoch=epoch, rank=hvd.rank(), size=hvd.size(), batch_size=settings.batch_size)
-        for i, (images, labels) in enumerate(batches, 1):
-            for group in optimizer.param_groups:
-                group["lr"] = command_line.learning_rate(settings, done / (steps * settings.epochs))
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels)).backward()
-            optimizer.step()
-            done += 1
-            if i in moments:
-                agree()
-                tests.append({"step": done, "accuracy": accuracy(model, test),
-                              "wire_bytes": optimizer.compression_stats()["wire_bytes"]})
-    dense = 4 * sum(p.numel() for p in model.parameters()) * done * 2 * (hvd.size() - 1) / hvd.size()
-    return {"row": row.name, "seed": seed, "epochs": settings.epochs, "steps": done, "accuracy": tests[-1]["accuracy"],
-            "wire_bytes": tests[-1]["wire_bytes"], "dense_bytes": dense, "tests": tests}
+    training = Training(row, seed, recipe, dataset)
+    moments = {round(training.steps * i / TESTS_AN_EPOCH) for i in range(1, TESTS_AN_EPOCH + 1)}
+    for images, labels in training.batches():
+        training.step(images, labels)
+        if (training.done - 1) % training.steps + 1 in moments:
+            training.test()
+    dense = 4 * sum(p.numel() for p in training.model.parameters()) * training.done * 2 * (hvd.size() - 1) / hvd.size()
+    return {"row": row.name, "seed": seed, "epochs": recipe.epochs, "steps": training.done,
+            "accuracy": training.tests[-1]["accuracy"], "wire_bytes": training.tests[-1]["wire_bytes"], "dense_bytes": dense,
+            "tests": training.tests}
 
 
 # ------------------------------------------------------------------------------------------------------------ report
