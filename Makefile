@@ -21,7 +21,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz sanitize stress threads clean
+.PHONY: demo test fuzz sanitize stress threads clean reproduce reproduce-full
 
 demo: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python examples/pytorch/demo.py
@@ -100,3 +100,15 @@ $(DONE)/horovod: $(DONE)/frameworks hvd_quant/cli/build_horovod.py | $(DONE)/pac
 	@echo '[4/4] Horovod (five to fifteen minutes the first time, seconds from the cache)'
 	$(BIN)/hvd-quant build-horovod
 	touch $@
+
+# The papers' comparisons: a quarter of an hour's worth into results/reproduce, or all that docs/papers shows. Both go on where they
+# were, and need root for the slow network.
+reproduce: $(DONE)/package $(DONE)/horovod
+	@mkdir -p results/reproduce
+	$(BIN)/python benchmarks/convergence.py run --short --json results/reproduce/results.jsonl
+	$(BIN)/python benchmarks/convergence.py report results/reproduce/results.jsonl --page results/reproduce/README.md
+	echo results/reproduce/README.md
+
+reproduce-full: $(DONE)/package $(DONE)/horovod
+	@$(BIN)/python benchmarks/convergence.py run --json docs/papers/results.jsonl
+	$(BIN)/python benchmarks/convergence.py report docs/papers/results.jsonl --page docs/papers/README.md

@@ -247,7 +247,7 @@ def sections(results: Results, folder: Path | None) -> Iterator[str]:
 
 
 def report(lines: Iterable[Line], page: Path | None) -> None:
-    """Write tables into the page, between its marks, and plots beside it; or print tables.
+    """Write tables into the page, between its marks, and plots beside it, making a new one where there is none; or print tables.
 
     Raises:
         ValueError: if the page has no marks, or there are no lines.
@@ -258,6 +258,8 @@ def report(lines: Iterable[Line], page: Path | None) -> None:
     if page is None:
         print("\n\n".join(sections(results, None)))
         return
+    if not page.exists():
+        page.write_text(f"# Accuracy and BLEU over time\n\n{BEGIN}\n{END}\n")
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -90,18 +90,21 @@ def read_mo(data: bytes, name: str) -> Iterator[tuple[str, str]]:
 
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _PLACEHOLDER = re.compile(r"%[-+ #0-9.*$]*[A-Za-z<>(]|%\d|[{}\\|`@=]|\$[\w(]|\w\(\)|://|<|>|\[|\]")
-_ACCELERATOR = re.compile(r"(?<![^\W_])[_&~](?=\w)|(?<=\w)[_&~](?=\w)")
+_ACCELERATOR = re.compile(r"[_&~](?=\w)")
 _SPACES = re.compile(r"\s+")
 _WORD = re.compile(r"[^\W\d_]+")
-_GERMAN = frozenset("der die das und nicht ist den dem des ein eine einen wird werden von für mit auf im zu zum".split())
-_ENGLISH = frozenset("the of and to is not for with this be are that from it you was an by or".split())
+_GERMAN = frozenset({
+    "der", "die", "das", "und", "nicht", "ist", "den", "dem", "des", "ein", "eine", "einen", "wird", "werden", "von", "für", "mit", "auf",
+    "im", "zu", "zum"})
+_ENGLISH = frozenset({
+    "the", "of", "and", "to", "is", "not", "for", "with", "this", "be", "are", "that", "from", "it", "you", "was", "an", "by", "or"})
 MIN_WORDS, MAX_WORDS = 2, 30
 
 
 def clean(source: str, target: str) -> tuple[str, str] | None:
     """A message and its translation as sentences, or None where they are no good.
 
-    Tags, accelerators (``_File``, ``&File``, ``~File``) and trailing dots that stand for a dialogue go. A pair is no good with
+    Tags, accelerators (``_File``, ``&File``, ``~File``), and colons and dots at the end that are no full stops go. A pair is no good with
     placeholders or pieces of code, with fewer than 2 or more than 30 words, with lengths that don't fit, untranslated or in the
     wrong language.
     """
@@ -173,6 +176,17 @@ def split(pairs: Iterable[tuple[str, str]], percent: Mapping[str, int]) -> Corpu
     others = [[pair for pair in parts[name].values() if not shadows(pair[0]) & near and skeleton(pair[1]) not in targets]
               for name in ("valid", "test")]
     return Corpus(train, *(Pairs([source for source, _ in part], [target for _, target in part]) for part in others))
+
+
+def overlap(train: Pairs, part: Pairs, length: int = 4) -> float:
+    """What fraction of the sources of at least ``length`` words is made of runs of so many words that training sources have too."""
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = skeleton(text)
+        return {words[i:i + length] for i in range(len(words) - length + 1)}
+
+    known = set().union(*map(runs, train.source))
+    long = [found for source in part.source if (found := runs(source))]
+    return sum(found <= known for found in long) / len(long) if long else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- Debian's catalogues
@@ -316,3 +330,17 @@ def load(folder: Path) -> Corpus:
 
 def _checksum(folder: Path) -> str:
     return hashlib.sha256(b"".join((folder / file).read_bytes() for file in FILES)).hexdigest()
+
+
+def main() -> None:
+    """Say what there is, as docs/translation.md does."""
+    corpus = load(prepare())
+    for part in SPLITS:
+        pairs = getattr(corpus, part)
+        english, german = (sum(len(skeleton(line)) for line in lines) / len(pairs) for lines in (pairs.source, pairs.target))
+        print(f"{part}: {len(pairs):,} pairs, {english:.1f} English and {german:.1f} German words in the mean, "
+              f"{100 * overlap(corpus.train, pairs):.1f} % of the sources in pieces of 4 words in training")
+
+
+if __name__ == "__main__":
+    main()
