@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import os
 import statistics
@@ -94,17 +95,32 @@ class Subject(Protocol):
         """What else to say at the end."""
 
 
+@functools.cache
+def images() -> Any:
+    """MNIST, read once a process."""
+    from common.datasets import load as read, prepare
+
+    return read(prepare("mnist"))
+
+
+@functools.cache
+def sentences() -> Any:
+    """English–German, read once a process."""
+    from common import nmt
+
+    return nmt.task(nmt.parse("", ("transformer",), argv=[]))
+
+
 class Images:
     """MNIST, as benchmarks/schemes.py trains it."""
 
     def __init__(self, run: Run) -> None:
         import schemes
         from common import arguments
-        from common.datasets import load as load_images, prepare
 
         task = TASKS[run.task]
         recipe = arguments.parse("", argv=list(task.arguments))
-        self._training = schemes.Training(scheme(run.scheme), run.seed, recipe, load_images(prepare("mnist")))
+        self._training = schemes.Training(scheme(run.scheme), run.seed, recipe, images())
         self.optimizer, self.model = self._training.optimizer, self._training.model
         self.steps = self._training.steps * recipe.epochs
         self.every = max(1, self.steps // task.tests)
@@ -131,7 +147,7 @@ class Sentences:
 
         self._nmt, self._total, task = nmt, pytorch_nmt.total, TASKS[run.task]
         self._arguments = nmt.parse("", ("transformer", "rnn"), tied=True, argv=[*task.arguments, "--seed", str(run.seed)])
-        self._task = nmt.task(self._arguments)
+        self._task = sentences()
         self._trainer = pytorch_nmt.Trainer(scheme(run.scheme).spec, self._arguments, len(self._task.subwords))
         self.optimizer, self.model = self._trainer.optimizer, self._trainer.model
         self.steps, self.every = self._arguments.steps, self._arguments.evaluate_every
@@ -239,14 +255,8 @@ def describe(run: Run) -> str:
 
 def prepare_data(runs: Iterable[Run]) -> None:
     """Fetch what the runs train on, before workers would all at once."""
-    from common import nmt
-    from common.datasets import prepare
-
-    examples = {TASKS[run.task].example for run in runs}
-    if "mnist" in examples:
-        prepare("mnist")
-    if "nmt" in examples:
-        nmt.task(nmt.parse("", ("transformer",), argv=[]))
+    for example in {TASKS[run.task].example for run in runs}:
+        {"mnist": images, "nmt": sentences}[example]()
 
 
 def launch(workers: int, rate: str, file: Path, runs: list[Run]) -> int:

@@ -84,10 +84,10 @@ def test_what_is_cleaned(source, target, cleaned):
 @pytest.mark.parametrize("source, target", [
     ("%s is open", "%s ist offen"), ("{0} is open", "{0} ist offen"), ("%1 is open", "%1 ist offen"), ("%-5.2f is big", "%-5.2f ist groß"),
     ("$HOME is missing", "$HOME fehlt hier"), ("use %<foo%> now", "jetzt %<foo%> nehmen"), ("call foo() again", "foo() wieder aufrufen"),
-    ("see http://a.b now", "siehe http://a.b nun"), ("the max_size value", "der Wert max_size"), ("a [b] c", "ein [b] c"),
+    ("see http://a.b now", "siehe http://a.b nun"), ("the max_size_t value", "der Wert max_size_t"), ("a [b] c", "ein [b] c"),
     ("Open", "Öffnen"), ("word " * 31, "Wort " * 31), ("An old house", "x"), ("An old", "Ein altes Haus, das am Rand der Stadt steht"),
     ("Hello World", "hello world!"), ("Open the file", "Open the old file of this"), ("Das ist nicht der Fall", "Es ist anders"),
-    ("Open the file", ""), ("1 + 2 = 3 (a b)", "1 + 2 = 3 (c d)"), ("a\x00_b_c d", "e\x00_f_g h"),
+    ("Open the file", ""), ("1 + 2 + 3 + ab cd", "1 + 2 + 3 + ef gh"),
 ])
 def test_what_is_left_out(source, target):
     assert clean(source, target) is None
@@ -236,10 +236,11 @@ def test_subwords_are_the_same_each_time(toy, tmp_path):
     assert files[0].name == files[1].name and files[0].read_bytes() == files[1].read_bytes()
     assert str(tmp_path).encode() not in files[0].read_bytes() and len(made[0]) == 64
     assert made[0].decode(made[0].encode(toy.source)) == toy.source
-    files[0].write_bytes(files[1].read_bytes()[:-1] + b"x")  # so that it would show if it were made again
-    before = files[0].read_bytes()
+    before = files[1].stat()
     subwords.subwords(toy, 64, tmp_path / "b")
-    assert files[0].read_bytes() == before and subwords.subwords(toy.first(200), 64, tmp_path / "b") and len(list((tmp_path / "b").iterdir())) == 2
+    assert files[1].stat() == before  # it isn't made again
+    subwords.subwords(toy.first(200), 64, tmp_path / "b")
+    assert len(list((tmp_path / "b").iterdir())) == 2
     with pytest.raises(DatasetError, match="no vocabulary of 9000 subwords can be made of 300 pairs"):
         subwords.subwords(toy, 9000, tmp_path)
 
