@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import gc
 import json
 import os
 import statistics
@@ -243,6 +244,8 @@ def work(file: Path, runs: Iterable[Run]) -> None:
     for run in runs:
         subject = {"mnist": Images, "nmt": Sentences}[TASKS[run.task].example](run)
         {"course": course, "pace": pace}[run.kind](run, subject, tell)
+        del subject
+        gc.collect()  # an optimizer and its hooks refer to each other
         if hvd.rank() == 0:
             print(describe(run), flush=True)
 

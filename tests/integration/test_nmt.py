@@ -38,7 +38,7 @@ def test_two_workers_learn_and_go_on_bit_for_bit(tmp_path):
         for side, texts in (("src", sources), ("tgt", [[word[::-1] + "en" for word in source] for source in sources])):
             (tmp_path / f"{part}.{side}").write_text("".join(" ".join(text) + "\n" for text in texts))
             line += [f"--{part}-{side}", str(tmp_path / f"{part}.{side}")]
-    spec = "topk:ratio=0.1,merge=replace,min_numel=0"
+    spec = "topk:ratio=0.1,merge=replace,min_numel=0,exchange=allgather"  # which "auto" chooses by the time it takes
     command = [HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-c", WORKER, ROOT / "examples", ROOT / "examples" / "pytorch", tmp_path, *line,
                "--compression", spec, "--vocabulary", "70", "--width", "64", "--layers", "1", "--max-tokens", "200", "--warmup", "10",
                "--lr", "0.01", "--evaluate-every", "10"]

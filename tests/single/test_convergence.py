@@ -33,8 +33,8 @@ def test_the_matrix_has_what_the_papers_claim_and_room_in_an_evening():
         assert {run.seed for run in runs if run.task == task and run.scheme == "none"} == {1, 2, 3}
         whole = [run.scheme for run in runs if run.task == task and run.rate == grid.RATE and run.kind == "course"]
         assert len(whole) == 2 and whole[0] == "none"
-    for run in runs:
-        get_compressor(grid.scheme(run.scheme).spec)
+    specs = {get_compressor(grid.scheme(run.scheme).spec) for run in runs}
+    assert {spec.exchange for spec in specs if spec.name not in grid.HOROVOD} == {"sra"}
     assert grid.scheme("averaged every 16 steps").every == 16 and grid.scheme("onebit").every == 0
 
 
