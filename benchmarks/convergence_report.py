@@ -137,7 +137,7 @@ def table(results: Results, task: str, rows: list[Row]) -> str:
     dense = horovod.get("none")
     best = min((row for row in horovod.values() if row.seconds), key=lambda row: row.seconds, default=None)
     target = results.target(task)
-    wished = "" if target is None else f" to {show(task, target).replace(' ', ' ')}"
+    wished = "" if target is None else f" to {show(task, target)}"
     measure = "accuracy" if TASKS[task].example == "mnist" else "BLEU"
     heads = ["scheme", "workers", "seeds", measure, "against dense", "MB sent", "ms a step", f"steps{wished}", f"seconds{wished}", "× none",
              "× the better of none and fp16", "modelled, ms a step", "modelled seconds"]
