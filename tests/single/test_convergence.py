@@ -34,7 +34,7 @@ def test_the_matrix_has_what_the_papers_claim_and_room_in_an_evening():
         whole = [run.scheme for run in runs if run.task == task and run.rate == grid.RATE and run.kind == "course"]
         assert len(whole) == 2 and whole[0] == "none"
     specs = {get_compressor(grid.scheme(run.scheme).spec) for run in runs}
-    assert {spec.exchange for spec in specs if spec.name not in grid.HOROVOD} == {"sra"}
+    assert {spec.exchange for spec in specs if spec.name not in grid.HOROVOD} == {"sra"} and "fp16:exchange=allreduce" in {s.spec for s in specs}
     assert grid.scheme("averaged every 16 steps").every == 16 and grid.scheme("onebit").every == 0
 
 

@@ -425,6 +425,17 @@ def test_a_course_goes_on_where_it_was(toy, vocabulary, tmp_path, capsys):
     assert "BLEU of the test set" in shown.out and shown.out.count(toy.source[0] + " | ") and "tokens/s=" in shown.err and "BLEU=" in shown.err
 
 
+def test_results_of_bleu(tmp_path, capsys):
+    from rich.console import Console
+    runs = [results.Run(name, [results.Point(9, 1.0, 90)], [(results.Point(10 * i, i, 100 * i), value * i) for i in (1, 2)], 4000, results.BLEU)
+            for name, value in (("none", 5.0), ("topk", 4.5))]
+    figures, drawing = results.save(runs, {}, "Title", tmp_path)
+    assert json.loads(figures.read_text())["runs"][1]["bleu"] == 9.0 and drawing.exists()
+    Console(width=120).print(results.table(runs, "Title"))
+    shown = capsys.readouterr().out
+    assert "bleu" in shown and "9.00 " in shown and "-1.00" in shown
+
+
 def test_the_step_that_all_workers_have_is_taken(tmp_path):
     def worker(rank, elsewhere):
         return nmt.Checkpoints(tmp_path, types.SimpleNamespace(rank=lambda: rank, size=lambda: 2),
