@@ -112,9 +112,11 @@ class Distributed(Reducing):
 
     def _hvd_computed(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
         """(gradient, variable) pairs that were just computed, reduced if that is to be done now."""
-        if self._hvd_settings.passes > 1 or self._hvd_scaled():
+        if self._hvd_settings.passes > 1:
             return list(grads_and_vars)
         grads, variables = zip(*grads_and_vars)
+        if self._hvd_scaled():  # the scaler leaves out what is None before it hands them on
+            return list(zip(self._hvd_filled(grads, variables), variables))
         vars(self)["_hvd_reduced"] = True
         return list(zip(self._hvd_reduce(grads, variables), variables))
 
@@ -163,13 +165,13 @@ class DistributedOld(Distributed):
         if self._hvd_reducer is None:
             self._hvd_build(var_list)
 
-    def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Pairs, name: str | None = None, experimental_aggregate_gradients: bool = True) -> Any:
         """As :meth:`Distributed.apply_gradients`; this kind leaves out what is None before it aggregates."""
         grads_and_vars = list(grads_and_vars)
-        if self._hvd_settings.passes == 1 and not self._hvd_reduced and grads_and_vars:
+        if experimental_aggregate_gradients and self._hvd_settings.passes == 1 and not self._hvd_reduced and grads_and_vars:
             grads, variables = zip(*grads_and_vars)
             grads_and_vars = list(zip(self._hvd_filled(grads, variables), variables))
-        return super().apply_gradients(grads_and_vars, *args, **kwargs)
+        return super().apply_gradients(grads_and_vars, name, experimental_aggregate_gradients=experimental_aggregate_gradients)
 
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None,
                            tape: Any = None) -> list[tuple[Any, Any]]:

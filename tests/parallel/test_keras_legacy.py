@@ -90,16 +90,22 @@ def test_passes_are_added_up_and_local_variables_stay_local(kind, average):
 
 
 @both_kinds
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(kind, passes):
+@pytest.mark.parametrize("passes, scaled", [(1, False), (2, False), (1, True)], ids=["steps", "passes", "scaled"])
+def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(kind, passes, scaled):
     found = []
     for given_as_zeros in (False, True):
         a, b, unused = (tf.Variable(tf.zeros(500)) for _ in range(3))
         optimizer = hvd.DistributedOptimizer(kind.SGD(1.0), compression=TOPK, backward_passes_per_step=passes)
+        if scaled:
+            optimizer = Scaler(optimizer, dynamic=False, initial_scale=2.0)
         for step in range(4):
             x = tf.constant(np.random.default_rng([step, RANK]).normal(size=500).astype(np.float32))
-            other = x if RANK == step % WORLD else tf.zeros(500) if given_as_zeros else None
-            optimizer.apply_gradients([(x, a), (other, b), (None, unused)])
+            weight = 1.0 if RANK == step % WORLD else 0.0 if given_as_zeros else None
+            if scaled:
+                optimizer.minimize(lambda x=x, weight=weight: tf.reduce_sum(a * x) + (
+                    0.0 if weight is None else tf.reduce_sum(b * x * weight)), [a, b, unused])
+            else:
+                optimizer.apply_gradients([(x, a), (None if weight is None else x * weight, b), (None, unused)])
         found.append(np.stack([a, b, unused]))
         assert_same_everywhere(found[-1])
     np.testing.assert_array_equal(*found)
