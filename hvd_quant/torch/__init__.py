@@ -27,7 +27,7 @@ from hvd_quant.torch import elastic_state as _elastic_state  # noqa: F401 - hvd.
 from hvd_quant.torch.amp import GradScaler  # noqa: F401
 from hvd_quant.torch.averaging import ModelAveragingOptimizer, average_parameters  # noqa: F401
 from hvd_quant.torch.ddp import ddp_comm_hook  # noqa: F401
-from hvd_quant.torch.optimizer import DistributedOptimizer  # noqa: F401
+from hvd_quant.torch.optimizer import DistributedOptimizer, join  # noqa: F401
 
 # Scripts also import Horovod's submodules by name: hvd_quant.torch.elastic is horovod.torch.elastic.
 for _name, _module in list(_sys.modules.items()):

@@ -15,6 +15,7 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 
 from hvd_quant.compressors import Compressor, advice
 from hvd_quant.compressors.base import is_int
+from hvd_quant.exchange import refuse_join
 from hvd_quant.exchange.buckets import BUCKET_BYTES
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.registry import get_compressor, resolve, selector, unmatched
@@ -22,7 +23,7 @@ from hvd_quant.torch import agreement, network
 from hvd_quant.torch.amp import Guarded
 from hvd_quant.torch.averaging import average
 from hvd_quant.torch.exchanges import sparse_bytes
-from hvd_quant.torch.reducer import Reducer
+from hvd_quant.torch.reducer import Reducer, compresses
 from hvd_quant.torch.stock import Bound
 
 _Stock = horovod_optimizer._DistributedOptimizer
@@ -140,6 +141,17 @@ def DistributedOptimizer(
 _made: collections.Counter[int] = collections.Counter()
 """How many optimizers the workers of a process set have made, which tells the collectives of one from those of another with the same
 names. In an elastic job a newcomer can't know, so there it is always 0."""
+
+
+def join(device: int = -1) -> int:
+    """Wait for workers that have more batches than this one, as ``horovod.torch.join`` does.
+
+    Raises:
+        ValueError: where this process compresses gradients.
+    """
+    if compresses():
+        refuse_join()
+    return mpi_ops.join(device)
 
 
 def _spec(compression: Compressor | Mapping[str, Any]) -> str:

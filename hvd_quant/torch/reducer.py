@@ -8,6 +8,7 @@ import logging
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -91,6 +92,14 @@ class Bucket:
         return all(slot in self.arrived for slot in self.slots)
 
 
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def compresses() -> bool:
+    """Whether anything in this process travels otherwise than dense, now or after a warm-up."""
+    return any(slot.travels.name != "none" for reducer in _reducers for slot in reducer._slots.values())
+
+
 class Reducer:
     """Reduces named gradients and owns their state.
 
@@ -131,6 +140,7 @@ class Reducer:
         self._joined = False  # the other workers of an elastic job, whose counts this one has then
         self._amid = False  # a step: gradients have arrived that are not reduced yet
         self._grown = False  # the plan, by parameters that came since it was made
+        _reducers.add(self)
         if process_set.included():
             for index, (name, p) in enumerate(named_parameters):
                 self.add(name, p, index)

@@ -197,3 +197,12 @@ def test_horovods_own_functions_and_layers():
     state.sync()
     train(model, optimizer, range(3, 5))
     assert_same_everywhere(flat(model))
+
+
+def test_join_is_refused_where_gradients_are_compressed(monkeypatch):
+    monkeypatch.setattr("hvd_quant.torch.reducer._reducers", set())  # as if there had been no tests before
+    optimizers = [wrap(network(), compression) for compression in ("none", {"*": "none"}, {"*": "onebit"})]  # all tensors are small
+    assert hvd.join() in range(WORLD)
+    optimizers.append(wrap(network(), TOPK))
+    with pytest.raises(ValueError, match=r"hvd.join\(\) can't be combined with compressed exchanges: give all workers the same number"):
+        hvd.join()
