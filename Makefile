@@ -21,13 +21,26 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz sanitize stress threads clean reproduce reproduce-full
+.PHONY: demo test docs lint package-check reproduce reproduce-full fuzz sanitize stress threads clean
 
 demo: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python examples/pytorch/demo.py
 
 test: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python -m pytest $(TESTS)
+
+# The site, in build/site: open its index.html.
+docs: $(DONE)/package
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	echo "build/site/index.html"
+
+lint: $(DONE)/package
+	@$(BIN)/python -m ruff check
+	$(BIN)/python -m mypy
+
+# The sdist, and a wheel for each set of frameworks, built, installed and tried in environments of their own (minutes).
+package-check: $(DONE)/package
+	@tests/package/run
 
 # What takes longer than the tests have: SECONDS for each decoder (clang++ with libFuzzer) and for the threads, EXCHANGES in all.
 SECONDS ?= 600
@@ -92,7 +105,7 @@ $(DONE)/frameworks: $(DONE)/system constraints.txt
 # every editable installation.
 $(DONE)/package: $(DONE)/frameworks setup.py pyproject.toml $(wildcard csrc/*.cc csrc/kernels/*.h)
 	@echo '[3/4] hvd_quant and its native kernels (a minute)'
-	PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e '.[horovod,test,examples]'
+	PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e '.[horovod,test,examples,docs,dev]'
 	touch $@
 
 # After the package, whose command this is, but not again whenever a kernel changes.

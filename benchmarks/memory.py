@@ -116,7 +116,7 @@ def main() -> None:
         return work(arguments)
     command = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", sys.executable, __file__, "--worker", *sys.argv[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         sys.exit(run.stderr[-4000:])
     print("\n".join(line.partition(">:")[2] for line in run.stdout.splitlines() if line.startswith("[0]<stdout>:|")))

@@ -30,7 +30,7 @@ def register(cls: _Class) -> _Class:
     """
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):
         raise TypeError(f"register takes a subclass of hvd_quant.Compressor, not {cls!r}")
-    if not (dataclasses.is_dataclass(cls) and "__dataclass_params__" in vars(cls) and cls.__dataclass_params__.frozen):
+    if not (dataclasses.is_dataclass(cls) and "__dataclass_params__" in vars(cls) and vars(cls)["__dataclass_params__"].frozen):
         raise TypeError(f"{cls.__name__} is not a frozen dataclass: put @dataclass(frozen=True, kw_only=True) between "
                         "@register and the class")
     name = getattr(cls, "name", None)
@@ -63,7 +63,7 @@ def compressor_class(name: str) -> type[Compressor]:
     return _registry[name]
 
 
-def get_compressor(spec: str | Compressor) -> Compressor:
+def get_compressor(spec: str | Compressor | type[Compressor]) -> Compressor:
     """The compressor that a spec string describes: ``name`` or ``name:knob=value,knob=value``.
 
     Example: ``get_compressor("topk:ratio=0.01,values=float16")``. A compressor is returned as it is, and its ``spec`` is

@@ -56,7 +56,7 @@ class Header(NamedTuple):
     checksum: int
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def codec_id(name: str) -> int:
     """The 32-bit number that stands for the compressor ``name`` in a header."""
     return zlib.crc32(name.encode())
@@ -194,13 +194,13 @@ def split(payloads: Any, count: int, sizes: list[int] | None = None) -> list[Any
 def split_with_heads(payloads: Any, count: int, sizes: Callable[[], list[int] | None]) -> list[tuple[Any, bytes]]:
     """:func:`split`, with each payload's header as :func:`parse_header` takes it, and ``sizes`` asked for only if needed."""
     total = payloads.shape[0]
-    on_host = not hasattr(payloads, "cpu") or payloads.device.type == "cpu"
-    held = memoryview(np.asarray(payloads)) if on_host else None
+    held = memoryview(np.asarray(payloads)) if not hasattr(payloads, "cpu") or payloads.device.type == "cpu" else None
 
     def head(start: int) -> bytes:
-        return bytes(held[start:start + HEADER_BYTES]) if on_host else host_bytes(payloads[start:start + HEADER_BYTES])
+        return host_bytes(payloads[start:start + HEADER_BYTES]) if held is None else bytes(held[start:start + HEADER_BYTES])
 
-    bounds, heads = [0], []
+    bounds: list[int] = [0]
+    heads: list[bytes] = []
     while bounds[-1] + HEADER_BYTES <= total and len(heads) < count:
         heads.append(head(bounds[-1]))
         bounds.append(bounds[-1] + HEADER_BYTES + _HEADER.unpack(heads[-1])[5])

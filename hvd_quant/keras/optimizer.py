@@ -150,7 +150,7 @@ def load_model(filepath: Any, custom_optimizers: Iterable[type] | None = None,
     Returns:
         The model, compiled as it was saved.
     """
-    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    objects: dict[str, Any] = {cls.__name__: cls for cls in custom_optimizers or ()}
     for key, value in (custom_objects or {}).items():
         objects[key] = _Maker(value) if _makes_optimizers(value) else value
     model = tf.keras.models.load_model(filepath, custom_objects=objects, **kwargs)

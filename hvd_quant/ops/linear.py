@@ -68,7 +68,7 @@ def randomk_encode(grad: Array, residual: Array | None, index: Array, scale: flo
 
 def _all_finite(grad: Array, residual: Array | None) -> Array:
     xp = array_namespace(grad)
-    g, e = (None if x is None else xp.reshape(x, (-1, 1)) for x in (grad, residual))
+    g, e = xp.reshape(grad, (-1, 1)), None if residual is None else xp.reshape(residual, (-1, 1))
     largest = xp.zeros((), dtype=xp.float32, device=device(grad))
     for rows in _stretches(g):  # a NaN is the largest of all
         largest = xp.maximum(largest, xp.max(xp.abs(g[rows] if e is None else g[rows] + e[rows])))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from horovod.tensorflow import allreduce as horovod_allreduce
@@ -31,7 +31,7 @@ _NONE = get_compressor("none")
 _SHARED = 2**16
 """Dense gradients of fewer entries share one vector; copying larger ones would cost more than a collective of their own."""
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class Change(NamedTuple):

@@ -177,10 +177,11 @@ def test_an_optimizer_of_tensorflow_1_that_accumulates(momentum):
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             session.run(tf.compat.v1.local_variables_initializer())
+            velocity = 0.0
             for i in range(7):
                 session.run(train_op)
                 if i % 3 == 2:
-                    velocity = momentum * (velocity if i > 2 else 0) + 3 * np.mean([r + 1.0 for r in range(WORLD)])
+                    velocity = momentum * velocity + 3 * np.mean([r + 1.0 for r in range(WORLD)])
                     expected -= velocity
                 np.testing.assert_allclose(session.run(w), np.full(300, expected), rtol=1e-6)
 

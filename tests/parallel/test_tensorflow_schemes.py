@@ -277,9 +277,10 @@ def test_what_goes_dense_for_its_size_has_the_momentum_of_an_optimizer():
 @with_two
 def test_what_goes_dense_has_the_moving_average_of_ef21():
     here = Together(compressors(["onebit:memory=ef21,eta=0.25"], min_numel=10**6) | compressors(["onebit:memory=ef21,eta=0.25,warmup=9"]))
+    averages = None
     for step in range(5):
         means = [np.mean(grads, axis=0) for grads in zip(*(recorded(step, rank) for rank in range(WORLD)))]
-        averages = [0.75 * average + 0.25 * mean for average, mean in zip(averages, means)] if step else means
+        averages = [0.75 * average + 0.25 * mean for average, mean in zip(averages, means)] if averages else means
         for results in here.step(recorded(step)).values():
             for result, average in zip(results, averages):
                 np.testing.assert_allclose(result, average, rtol=0, atol=1e-6)

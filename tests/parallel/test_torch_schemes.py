@@ -230,10 +230,11 @@ def test_gradients_that_go_dense_have_the_moving_average_of_ef21():
     for spec, min_numel in (("onebit:memory=ef21,eta=0.25", 10**6), ("onebit:memory=ef21,eta=0.25,warmup=9", 0)):
         p = torch.nn.Parameter(torch.zeros(40, 30))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("w", p)], f"{spec},min_numel={min_numel}")
+        average = None
         for step in range(5):
             p.grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + RANK))
             mean = on_all(p.grad).mean(0)
-            average = 0.75 * average + 0.25 * mean if step else mean
+            average = mean if average is None else 0.75 * average + 0.25 * mean
             optimizer.step()
             torch.testing.assert_close(p.grad.view(-1), average)
 
