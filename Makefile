@@ -31,7 +31,7 @@ test: $(DONE)/package $(DONE)/horovod
 
 # The site, in build/site: open its index.html.
 docs: $(DONE)/package
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	echo "build/site/index.html"
 
 lint: $(DONE)/package
