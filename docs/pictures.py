@@ -12,6 +12,17 @@ from hvd_quant import TensorInfo, get_compressor, wire
 IMAGES = Path(__file__).parent / "images"
 INK, GREY, LINE, GROUND = "#1f2937", "#6b7280", "#9ca3af", "#ffffff"
 TINTS = ["#c7d2fe", "#fde68a", "#bbf7d0", "#fecaca", "#e5e7eb"]
+TENSOR = TensorInfo.whole("w", (1024, 1024))
+
+
+def size(spec: str) -> int:
+    """Bytes of a compressor's payload of :data:`TENSOR`."""
+    return get_compressor(spec).payload_bytes(TENSOR)
+
+
+def share(spec: str) -> str:
+    """The same as a part of fp32."""
+    return f"1/{4 * TENSOR.numel / size(spec):.0f}"
 
 
 class Picture:
@@ -96,38 +107,35 @@ def sra() -> None:
 
 def payloads() -> None:
     """The header, and what the bodies of three codes are made of."""
-    shape = (1024, 1024)
-    numel = shape[0] * shape[1]
+    numel = TENSOR.numel
     picture = Picture(680, 500, "The header of a payload, and three bodies")
     picture.text(20, 30, f"Header: {wire.HEADER_BYTES} bytes", weight=600, anchor="start")
     fields = [(2, "HQ"), (1, "v"), (1, "fl"), (4, "codec"), (8, "numel"), (8, "body bytes"), (8, "checksum")]
     x = 20.0
-    for i, (size, said) in enumerate(fields):
-        picture.box(x, 44, 20 * size, 34, TINTS[(0, 4, 3, 1, 4, 4, 2)[i]], said, size=13)
-        picture.text(x + 10 * size, 94, str(size), 12, GREY)
-        x += 20 * size
+    for i, (nbytes, said) in enumerate(fields):
+        picture.box(x, 44, 20 * nbytes, 34, TINTS[(0, 4, 3, 1, 4, 4, 2)[i]], said, size=13)
+        picture.text(x + 10 * nbytes, 94, str(nbytes), 12, GREY)
+        x += 20 * nbytes
     picture.text(20, 118, "magic, version, flags (not finite, worker failed), what made it, how much of what, a check", 13, GREY, "start")
 
     def body(y: int, spec: str, explained: str, *parts: tuple[int, str]) -> None:
-        total = get_compressor(spec).payload_bytes(TensorInfo.whole("w", shape))
-        known = wire.HEADER_BYTES + wire.padded(sum(size for size, _ in parts))
-        assert total == known, (spec, total, known)
+        assert size(spec) == wire.HEADER_BYTES + wire.padded(sum(nbytes for nbytes, _ in parts)), spec
         picture.text(20, y, spec, mono=True, anchor="start", weight=600)
-        picture.text(660, y, f"{total:,} bytes of 1024 × 1024 entries: 1/{4 * numel / total:.0f} of fp32", 13, GREY, "end")
-        x, scale = 20.0, 640 / sum(size for size, _ in parts)
-        for i, (size, said) in enumerate(parts):
-            picture.box(x, y + 12, size * scale, 34, TINTS[i], *([said] if size * scale > 7 * len(said) else []), size=13)
-            x += size * scale
+        picture.text(660, y, f"{size(spec):,} bytes of 1024 × 1024 entries: {share(spec)} of fp32", 13, GREY, "end")
+        x, scale = 20.0, 640 / sum(nbytes for nbytes, _ in parts)
+        for i, (nbytes, said) in enumerate(parts):
+            picture.box(x, y + 12, nbytes * scale, 34, TINTS[i], *([said] if said else []), size=13)
+            x += nbytes * scale
         picture.text(20, y + 64, explained, 13, GREY, "start")
 
     blocks = numel // 2048
     body(158, "onebit", "two fp32 levels a block of 2048 entries, then a bit an entry: above or below zero",
          (8 * blocks, ""), (numel // 8, "signs"))
-    slots = (get_compressor("topk").payload_bytes(TensorInfo.whole("w", shape)) - wire.HEADER_BYTES - 8 - numel // 256) // 5 // 8 * 8
+    slots = (size("topk") - wire.HEADER_BYTES - 8 - numel // 256) // 5 // 8 * 8
     body(258, "topk", "how many of each block of 256 are kept, where in their block, and their fp32 values",
          (8, ""), (numel // 256, ""), (slots, "places"), (4 * slots, "values"))
     body(358, "qsgd", "a scale a block, then 4 bits an entry: a level from −7 to 7",
-         (get_compressor("qsgd").payload_bytes(TensorInfo.whole("w", shape)) - wire.HEADER_BYTES - numel // 2, ""), (numel // 2, "levels"))
+         (size("qsgd") - wire.HEADER_BYTES - numel // 2, ""), (numel // 2, "levels"))
     picture.text(20, 460, "A tensor's payload has the same size in each step, so Horovod need not negotiate it anew.", 13, GREY, "start")
     picture.write("payloads.svg")
 
@@ -138,7 +146,8 @@ def choosing() -> None:
         (("Is it unknown whether the", "network is what you wait for?"), ('compression="auto"',),
          ("measures, and compresses what that", "makes faster; else fp16 or nothing")),
         (("Is half the bytes enough?",), ("fp16, bf16",), ("nothing to tune",)),
-        (("Is there no memory for a residual", "(4 bytes an entry)?"), ("natural, qsgd, terngrad",), ("1/4, 1/8, 1/16, unbiased at random",)),
+        (("Is there no memory for a residual", "(4 bytes an entry)?"), ("natural, qsgd, terngrad",),
+         (", ".join(map(share, ("natural", "qsgd", "terngrad"))) + ", unbiased at random",)),
         (("Many workers, large matrices?",), ("powersgd",), ("its bytes don't grow with the workers",)),
         (("Is 1 % of the entries too much?",), ("topk:ratio=0.001,momentum=0.9,", "schedule=dgc"), ("with SGD without momentum",)),
         (("Do compressed gradients still take", "longer than backward?"), ("ModelAveragingOptimizer",),
@@ -154,13 +163,13 @@ def choosing() -> None:
         picture.text(160, y + 82, "no", 13, GREY, "start")
         picture.box(352, y, 316, 66, TINTS[0])
         lines = [(line, 15, INK, True) for line in answer] + [(line, 13, GREY, False) for line in why]
-        for j, (line, size, colour, mono) in enumerate(lines):
-            picture.text(510, y + 38 + (22 if len(lines) < 3 else 19) * (j - (len(lines) - 1) / 2), line, size, colour, mono=mono,
+        for j, (line, points, colour, mono) in enumerate(lines):
+            picture.text(510, y + 38 + (22 if len(lines) < 3 else 19) * (j - (len(lines) - 1) / 2), line, points, colour, mono=mono,
                          weight=600 if mono else 400)
     y = 12 + 88 * len(rows)
     picture.box(12, y, 656, 56, TINTS[2])
     picture.text(340, y + 24, "adaptive, or topk:ratio=0.01", 16, mono=True, weight=600)
-    picture.text(340, y + 44, "1/182 and 1/74 of the bytes: adaptive where layers are large", 13, GREY)
+    picture.text(340, y + 44, f"{share('adaptive')} and {share('topk')} of the bytes: adaptive where layers are large", 13, GREY)
     picture.write("choosing.svg")
 
 

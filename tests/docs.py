@@ -44,21 +44,20 @@ def pieces(code: str) -> Iterator[str]:
             yield textwrap.dedent(part)
 
 
-def run(page: Path, frameworks: tuple[str, ...], names: dict[str, Any], prepare: Callable[[str, dict[str, Any]], None],
+def run(page: Path, frameworks: tuple[str, ...], names: dict[str, Any], prepare: Callable[[str, dict[str, Any]], str],
         meet: Callable[[], object]) -> None:
     """Execute a page's blocks one after another, those that are of no framework among them.
 
     Arguments:
         names: what the page takes for granted.
-        prepare: called with each block and these names before it runs.
+        prepare: called with each block and these names before it runs; returns the block as it can be run here.
         meet: called after each piece, so that a worker doesn't read what another has yet to write.
     """
     names |= {"__name__": "docs", "register": register}
     for number, code in enumerate(fenced(page, "python")):
         if framework_of(code) not in (*frameworks, "none"):
             continue
-        prepare(code, names)
-        for piece in pieces(code):
+        for piece in pieces(prepare(code, names)):
             exec(compile(piece, f"{name_of(page)}, block {number}", "exec"), names)
             meet()
         given = names.get("compression")

@@ -44,6 +44,11 @@ def test_the_changelog_begins_with_this_version():
     assert mentions == ["hvd_quant/__init__.py"]
 
 
+def test_pre_commit_has_the_ruff_of_the_tests():
+    used = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert f"rev: v{used} " in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 @pytest.mark.parametrize("command", [["ruff", "check", "--no-cache"], ["mypy", "--no-incremental"]], ids=lambda command: command[0])
 def test_lint(command):
     if not importlib.util.find_spec(command[0]):
