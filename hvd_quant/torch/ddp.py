@@ -80,14 +80,14 @@ class CommHook:
                                  "until they are averaged after a step, and a hook sees no steps; use DistributedOptimizer")
         group = c10d.Group(process_group, next(iter(self._names)).device)
         agreement.compare([agreement.parameter(name, p, select(name).spec) for name, p in named],
-                          {"wrapper": "ddp_comm_hook", "bucket_bytes": bucket_bytes}, group, c10d)
+                          {"wrapper": "ddp_comm_hook", "bucket_bytes": bucket_bytes}, group, network=c10d)
         group.expect(max(map(_collectives, chosen.values())))
         for pattern in unmatched(compression, places):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(places)[:5])}, ...", stacklevel=3)
         for sentence in advice.left_out(chosen):
             warnings.warn(sentence, stacklevel=3)
-        self._reducer = Reducer([], select, Average, 1.0, group, bucket_bytes, c10d)
+        self._reducer = Reducer([], select, Average, 1.0, group, bucket_bytes, network=c10d)
         for p, name in self._names.items():
             self._reducer.add(name, p, places[name])
         self._reducer.plan()

@@ -246,14 +246,14 @@ class _Compressed:
                 self._ordered.append(p)
                 self._reducer.add(self._parameter_names[p], p, index)
         self._select = select
+        self._sparse_dims = {}  # of parameters that have had a sparse gradient, on any worker
+        self._unseen = {} if sparse_as_dense else dict.fromkeys(self._ordered)  # those that have had no gradient yet, on all workers
         if size() == 1:
             self._watch_newcomers()
         # Horovod makes a group of each parameter that is in none.
         self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
         self._reducer.plan()  # now, when all workers have the same parameters
-        self._sparse_dims = {}  # of parameters that have had a sparse gradient, on any worker
-        self._unseen = {} if sparse_as_dense else dict.fromkeys(self._ordered)  # those that have had none yet, on all workers
 
     def _make_hook(self, p):
         # An optimizer that nobody needs any more is gone at once, and its hooks with it, before the next one's fire.
