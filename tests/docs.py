@@ -1,5 +1,6 @@
 """The code in README.md and docs, as tests run it: the Python of a page by frameworks, and the commands in its shell blocks."""
 
+import contextlib
 import re
 import sys
 import textwrap
@@ -13,7 +14,8 @@ from hvd_quant.registry import get_compressor, register
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = {"docs/schemes/model_averaging.md"}  # whole examples: test_torch_averaging.py and test_keras_averaging.py run them
+# Whole examples, which test_torch_averaging.py, test_keras_averaging.py and test_torch_ddp.py run.
+ELSEWHERE = {"docs/schemes/model_averaging.md", "docs/ddp.md"}
 
 MARKS = {"keras": r"\bkeras\b", "tensorflow": r"hvd_quant\.tensorflow|\btf\.|train_step", "torch": r"\btorch\b|hvd\.|\bray\b|optimizer\."}
 
@@ -66,8 +68,15 @@ def run(page: Path, frameworks: tuple[str, ...], names: dict[str, Any], prepare:
                 get_compressor(spec)
 
 
-def fake_ray() -> mock._patch_dict:
-    """Modules ray and horovod.ray, whose executor calls a function here."""
+@contextlib.contextmanager
+def fake_ray() -> Iterator[None]:
+    """Modules ray and horovod.ray, whose executor calls a function here. What else is imported meanwhile stays."""
     executor = mock.MagicMock(run=lambda function: function())
     modules = {"ray": mock.MagicMock(), "horovod.ray": types.SimpleNamespace(RayExecutor=mock.MagicMock(return_value=executor))}
-    return mock.patch.dict(sys.modules, modules)
+    known = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in known.items():
+            sys.modules.pop(name) if module is None else sys.modules.__setitem__(name, module)

@@ -13,14 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
-STALLS = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
-    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", STALLS),
+    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[adefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efhm]*", {}),
-    "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!am]*", STALLS),
+    "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!am]*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),
     "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),

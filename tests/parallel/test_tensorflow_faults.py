@@ -1,6 +1,5 @@
 """Compressors of one's own, failing workers and damaged bytes, in graphs and eagerly."""
 
-import os
 import re
 import time
 from contextlib import contextmanager
@@ -61,18 +60,14 @@ def test_a_compressor_of_ones_own(own, in_graph):
         np.testing.assert_allclose(slot["state"]["residual"], before[name]["state"]["residual"], atol=1e-6)
 
 
-@pytest.mark.skipif(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") != "1", reason="Horovod warns after a minute")
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_a_worker_that_sleeps_is_waited_for(in_graph, capfd):
+def test_a_worker_that_sleeps_is_waited_for():
     compressor, network, twin = get_compressor("onebit:min_numel=0,exchange=sra"), Network(), Network()
-    how = {"compression": compressor.bind(network.variables), "in_graph": in_graph}
+    how = {"compression": compressor.bind(network.variables)}
     train(network, [0], **how)
     if RANK == WORLD - 1:
-        time.sleep(2.5)
+        time.sleep(2)
     train(network, [1], **how)
-    if RANK == 0:
-        assert "waiting for remainder of ranks for more than 1 seconds" in capfd.readouterr().err
-    train(twin, range(2), in_graph=in_graph, compression=compressor.bind(twin.variables))
+    train(twin, range(2), compression=compressor.bind(twin.variables))
     np.testing.assert_array_equal(network.flat(), twin.flat())
 
 

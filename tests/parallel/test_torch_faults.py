@@ -1,6 +1,5 @@
 """Compressors of one's own, failing workers and damaged bytes."""
 
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -95,19 +94,16 @@ def test_a_worker_that_fails_before_it_encodes_is_named_by_all(compression, meth
     assert_same_everywhere(flat(model))
 
 
-@pytest.mark.skipif(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") != "1", reason="Horovod warns after a minute")
-@pytest.mark.parametrize("compression", ["onebit:min_numel=0,exchange=allgather", "topk:min_numel=0,exchange=sra", "powersgd:min_numel=0"])
-def test_a_worker_that_sleeps_is_waited_for(compression, capfd):
+def test_a_worker_that_sleeps_is_waited_for():
+    compression = {"*.bias": "powersgd:min_numel=0", "*": "topk:min_numel=0,exchange=sra"}
     model, twin = network(), network()
     optimizer = wrap(model, compression)
     train(model, optimizer, [0])
     optimizer.zero_grad()
     if RANK == WORLD - 1:
-        time.sleep(2.5)
+        time.sleep(2)
     backward(model, 1)
     optimizer.step()
-    if RANK == 0:
-        assert "waiting for remainder of ranks for more than 1 seconds" in capfd.readouterr().err
     train(twin, wrap(twin, compression), range(2))
     assert torch.equal(flat(model), flat(twin))
 

@@ -16,7 +16,7 @@ from tests.parallel.torch_workers import RANK
 def folder(monkeypatch):
     """One for the files of all workers, which leave it, and the registry, as they were."""
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
-    path = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None, root_rank=0)
+    path = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else "", root_rank=0, name="folder")
     with monkeypatch.context() as inside:
         inside.chdir(path)
         yield
