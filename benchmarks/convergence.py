@@ -156,7 +156,8 @@ class Sentences:
     def advance(self) -> Iterator[None]:
         import hvd_quant.torch as hvd
 
-        batches = self._task.train.batches(seed=self._arguments.seed, rank=hvd.rank(), size=hvd.size(), max_tokens=self._arguments.max_tokens)
+        batches = self._task.train.batches(seed=self._arguments.seed, rank=hvd.rank(), size=hvd.size(),
+                                           max_tokens=self._arguments.max_tokens)
         for step, batch in zip(range(self.steps), batches):
             self._trainer.step(batch, self._nmt.learning_rate(self._arguments, step))
             yield

@@ -52,7 +52,8 @@ TASKS = {
     "transformer": Task("English–German, Transformer", "nmt", _nmt("transformer", 1000, 10), 1000, 10, -0.3, (0.17, 0.4, 0.8), 7),
     "rnn": Task("English–German, RNN with attention", "nmt", _nmt("rnn", 1000, 10), 1000, 10, -0.3, (0.12, 0.28, 0.6), 6),
     "mnist-short": Task("MNIST, 3 × 1024 units, 3 epochs", "mnist", _mnist(3), 702, 12, -0.002, (0.02, 0.045, 0.2), 0.4),
-    "transformer-short": Task("English–German, Transformer, 150 steps", "nmt", _nmt("transformer", 150, 3), 150, 3, -0.3, (0.17, 0.4, 0.8), 15),
+    "transformer-short": Task("English–German, Transformer, 150 steps", "nmt", _nmt("transformer", 150, 3), 150, 3, -0.3,
+                              (0.17, 0.4, 0.8), 15),
 }
 
 

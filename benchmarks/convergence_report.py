@@ -100,7 +100,9 @@ class Results:
 
     def rows(self, task: str, schemes: Iterable[str] | None = None) -> list[Row]:
         """Horovod's rows, then those of the schemes, or of all, then that of one worker."""
-        names = dict.fromkeys([*HOROVOD, *(schemes if schemes is not None else (run.scheme for run in self.courses if run.task == task))])
+        if schemes is None:
+            schemes = (run.scheme for run in self.courses if run.task == task)
+        names = dict.fromkeys([*HOROVOD, *schemes])
         found = [self.row(task, name) for name in names] + [self.row(task, "none", 1)]
         return [row for row in found if row]
 
@@ -139,11 +141,12 @@ def table(results: Results, task: str, rows: list[Row]) -> str:
     target = results.target(task)
     wished = "" if target is None else f" to {show(task, target)}"
     measure = "accuracy" if TASKS[task].example == "mnist" else "BLEU"
-    heads = ["scheme", "workers", "seeds", measure, "against dense", "MB sent", "ms a step", f"steps{wished}", f"seconds{wished}", "× none",
-             "× the better of none and fp16", "modelled, ms a step", "modelled seconds"]
+    heads = ["scheme", "workers", "seeds", measure, "against dense", "MB sent", "ms a step", f"steps{wished}",
+             f"seconds{wished}", "× none", "× the better of none and fp16", "modelled, ms a step", "modelled seconds"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        against = "" if dense is None or row is dense else f"{(row.final - dense.final) * (100 if measure == 'accuracy' else 1):+.2f}"
+        scale = 100 if measure == "accuracy" else 1
+        against = "" if dense is None or row is dense else f"{scale * (row.final - dense.final):+.2f}"
         modelled = row.steps * row.modelled_seconds if row.steps and row.modelled_seconds else None
         cells = [f"`{row.scheme}`", str(row.workers), str(len(row.courses)), show(task, row.final), against.replace("-", "−"),
                  number(row.megabytes), number(row.step_seconds, ",.0f", 1e3), number(row.steps) if row.steps else "–",
@@ -156,7 +159,9 @@ def table(results: Results, task: str, rows: list[Row]) -> str:
 def judged(rows: list[Row]) -> str:
     """The test set's BLEU, which is looked at once, at the end of a course."""
     lines = ["| scheme | workers | BLEU of the test set |", "|---|---:|---:|"]
-    lines += [f"| `{row.scheme}` | {row.workers} | {statistics.median(course[-1]['test_bleu'] for course in row.courses):.2f} |" for row in rows]
+    for row in rows:
+        score = statistics.median(course[-1]["test_bleu"] for course in row.courses)
+        lines.append(f"| `{row.scheme}` | {row.workers} | {score:.2f} |")
     end = rows[0].courses[0][-1]
     return "\n".join(lines) + f"\n\nSacreBLEU's signature: `{end['signature']}`, beam {end['beam']}."
 
@@ -168,7 +173,8 @@ def proofs(results: Results) -> str:
         pace = results.pace(run.task, run.scheme, run.workers)
         if run.rate == RATE and pace:
             end, product = course[-1], course[-1]["step"] * pace["seconds"]
-            lines.append(f"| {TASKS[run.task].title} | `{run.scheme}` | {end['seconds']:,.0f} | {product:,.0f} | {end['seconds'] / product:.2f} |")
+            lines.append(f"| {TASKS[run.task].title} | `{run.scheme}` | {end['seconds']:,.0f} | {product:,.0f} | "
+                         f"{end['seconds'] / product:.2f} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -177,7 +183,8 @@ def scaling(results: Results) -> str:
     lines = ["| task | scheme | workers | ms a step | times one worker's speed |", "|---|---|---:|---:|---:|"]
     for task in TASKS:
         alone = results.pace(task, "none", 1)
-        paces = sorted((run for run in results.paces if run.task == task and run.workers > 1), key=lambda run: (run.scheme, run.workers))
+        paces = sorted((run for run in results.paces if run.task == task and run.workers > 1),
+                       key=lambda run: (run.scheme, run.workers))
         if alone and len({run.workers for run in paces}) > 1:
             lines.append(f"| {TASKS[task].title} | `none` | 1 | {1e3 * alone['seconds']:,.0f} | 1.00 |")
             lines += [f"| {TASKS[task].title} | `{run.scheme}` | {run.workers} | {1e3 * results.paces[run]['seconds']:,.0f} | "

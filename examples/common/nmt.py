@@ -36,9 +36,10 @@ def parse(description: str, models: tuple[str, ...], *, tied: bool = False, spea
     for part in SPLITS:
         for side, language in (("src", "source"), ("tgt", "target")):
             parser.add_argument(f"--{part}-{side}", metavar="FILE", type=Path,
-                                help=f"{language} sentences for {part}, one a line; all six are given, or none for English-German from Debian")
+                                help=f"{language} sentences for {part}, one a line; without all six, English-German from Debian")
     parser.add_argument("--model", choices=models, default=models[0], help="(default: %(default)s)")
-    parser.add_argument("--vocabulary", type=positive(int), default=8000, help="subwords of both languages together (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=positive(int), default=8000,
+                        help="subwords of both languages together (default: %(default)s)")
     parser.add_argument("--width", type=positive(int), default=256, help="of embeddings and layers (default: %(default)s)")
     parser.add_argument("--layers", type=positive(int), default=2, help="of encoder and of decoder (default: %(default)s)")
     if tied:
@@ -47,20 +48,23 @@ def parse(description: str, models: tuple[str, ...], *, tied: bool = False, spea
     parser.add_argument("--label-smoothing", type=float, default=0.1, help="(default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive(int), default=512,
                         help="tokens of a step on each worker, of either side and with padding (default: %(default)s)")
-    parser.add_argument("--longest", type=positive(int), default=64, help="tokens of a sentence; longer ones are cut off (default: %(default)s)")
+    parser.add_argument("--longest", type=positive(int), default=64,
+                        help="tokens of a sentence; longer ones are cut off (default: %(default)s)")
     parser.add_argument("--steps", type=positive(int), default=1000, help="(default: %(default)s)")
     parser.add_argument("--evaluate-every", type=positive(int), default=100, metavar="STEPS", help="(default: %(default)s)")
-    parser.add_argument("--lr", type=positive(float), default=0.002, help="Adam's, at the end of the warm-up (default: %(default)s)")
+    parser.add_argument("--lr", type=positive(float), default=0.002,
+                        help="Adam's, at the end of the warm-up (default: %(default)s)")
     parser.add_argument("--warmup", type=positive(int), default=200, metavar="STEPS",
                         help="of rising learning rate; then it falls as 1 / sqrt(step) (default: %(default)s)")
-    parser.add_argument("--beam", type=positive(int), default=4, help="for the test set; 1 is greedy, as validation is (default: %(default)s)")
+    parser.add_argument("--beam", type=positive(int), default=4,
+                        help="for the test set; 1 is greedy, as validation is (default: %(default)s)")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path,
                         help="where each worker saves at each evaluation, and goes on from if there is something")
     arguments = parser.parse_args(argv)
     files = [getattr(arguments, f"{part}_{side}") for part in SPLITS for side in ("src", "tgt")]
     if None in files and any(files):
-        parser.error("of the six files --train-src, --train-tgt, --valid-src, --valid-tgt, --test-src and --test-tgt some are missing: "
-                     "give all or none")
+        parser.error("of the six files --train-src, --train-tgt, --valid-src, --valid-tgt, --test-src and --test-tgt some are "
+                     "missing: give all or none")
     if arguments.width % 64:
         parser.error(f"--width {arguments.width} is no multiple of 64, which a head of attention has")
     return arguments
@@ -102,7 +106,8 @@ def task(arguments: argparse.Namespace) -> Task:
 Translate = Callable[[np.ndarray, np.ndarray, int], list[list[int]]]
 
 
-def translations(translate: Translate, lines: list[str], vocabulary: Subwords, hvd: Any, total: Total, beam: int, longest: int) -> list[str]:
+def translations(translate: Translate, lines: list[str], vocabulary: Subwords, hvd: Any, total: Total, beam: int,
+                 longest: int) -> list[str]:
     """All lines translated; each worker does its share of them, and all get all.
 
     Arguments:
@@ -146,7 +151,7 @@ class Trainer(Protocol):
         """What the exchanges cost so far."""
 
     def save(self, path: Path, run: dict[str, Any]) -> None:
-        """Write all that training goes on from: model, optimizer, this worker's compression state, random numbers, and ``run``."""
+        """Write what training goes on from: model, optimizer, this worker's compression state, random numbers, ``run``."""
 
     def load(self, path: Path) -> dict[str, Any]:
         """Take it up, and give ``run`` back."""
@@ -166,7 +171,8 @@ def train(trainer: Trainer, compression: str, arguments: argparse.Namespace, tas
     """
     show = hvd.rank() == 0
     parts = -(-arguments.steps // arguments.evaluate_every)
-    progress = Progress(compression, parts, min(arguments.steps, arguments.evaluate_every), trainer.stats, show, results.BLEU, "part")
+    progress = Progress(compression, parts, min(arguments.steps, arguments.evaluate_every), trainer.stats, show, results.BLEU,
+                        "part")
     checkpoints = arguments.checkpoint and Checkpoints(arguments.checkpoint / compression, hvd, total)
     if checkpoints and (path := checkpoints.latest()):
         progress.go_on(results.Run.from_json(trainer.load(path)))
@@ -198,7 +204,7 @@ def train(trainer: Trainer, compression: str, arguments: argparse.Namespace, tas
 
 
 class Checkpoints:
-    """One file a worker and step. The older ones go when all workers have written, so there is always a step of which all have theirs."""
+    """One file a worker and step. Older ones go when all workers have written, so there is a step of which all have theirs."""
 
     def __init__(self, folder: Path, hvd: Any, total: Total) -> None:
         self._folder, self._total, self._rank, self._size = folder, total, hvd.rank(), hvd.size()
@@ -239,7 +245,8 @@ def run(hvd: Any, arguments: argparse.Namespace, total: Total, make: Callable[[s
     """
     job.together(hvd, total, lambda: task(arguments) if hvd.local_rank() == 0 else None)  # one download a host
     work = job.together(hvd, total, lambda: task(arguments))
-    job.together(hvd, total, lambda: work.train.plan(seed=arguments.seed, epoch=0, size=hvd.size(), max_tokens=arguments.max_tokens))
+    job.together(hvd, total, lambda: work.train.plan(seed=arguments.seed, epoch=0, size=hvd.size(),
+                                                     max_tokens=arguments.max_tokens))
     title = (f"{arguments.model}, {len(work.train):,} pairs of sentences; workers: {hvd.size()}, steps: {arguments.steps}, "
              f"tokens a worker: {arguments.max_tokens}")
     job.compare(hvd, arguments, title, lambda compression: train(

@@ -40,7 +40,7 @@ class Subwords:
 
 
 def subwords(pairs: Pairs, size: int, cache: Path | None = None) -> Subwords:
-    """The vocabulary of training sentences, by byte-pair encoding; the same bytes for the same sentences. It is kept, by a hash of them.
+    """The vocabulary of training sentences, by byte-pair encoding: the same bytes for the same sentences, and kept by their hash.
 
     Arguments:
         pairs: both sides are learned from.
@@ -60,7 +60,8 @@ def subwords(pairs: Pairs, size: int, cache: Path | None = None) -> Subwords:
                 sentence_iterator=iter(lines), model_writer=model, vocab_size=size, model_type="bpe", character_coverage=1.0,
                 pad_id=PAD, unk_id=UNKNOWN, bos_id=BEGIN, eos_id=END, num_threads=1, minloglevel=2)
         except RuntimeError as error:
-            raise DatasetError(f"no vocabulary of {size} subwords can be made of {len(pairs)} pairs of sentences: {error}") from error
+            raise DatasetError(f"no vocabulary of {size} subwords can be made of {len(pairs)} pairs of sentences: "
+                               f"{error}") from error
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
         scratch.write_bytes(model.getvalue())
@@ -72,7 +73,7 @@ def subwords(pairs: Pairs, size: int, cache: Path | None = None) -> Subwords:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentences of about one length: what the encoder and the decoder read, and what the decoder should say; int64, filled with PAD."""
+    """Sentences of about one length: what encoder and decoder read, and what the decoder should say; int64, filled with PAD."""
 
     source: np.ndarray
     inputs: np.ndarray
@@ -94,17 +95,18 @@ class Sentences:
     """
 
     def __init__(self, pairs: Pairs, subwords: Subwords, longest: int) -> None:
-        self.sources, self.targets = ([tokens[:longest - 1] for tokens in subwords.encode(lines)] for lines in (pairs.source, pairs.target))
+        self.sources, self.targets = ([tokens[:longest - 1] for tokens in subwords.encode(lines)]
+                                      for lines in (pairs.source, pairs.target))
         self._lengths = np.array([1 + max(map(len, pair)) for pair in zip(self.sources, self.targets)])
 
     def __len__(self) -> int:
         return len(self.sources)
 
     def plan(self, *, seed: int, epoch: int, size: int, max_tokens: int) -> list[list[np.ndarray]]:
-        """The steps of an epoch: which sentences each worker takes. It depends on the arguments alone, so all workers have the same plan.
+        """The steps of an epoch: which sentences each worker takes. All workers make the same plan, of the arguments alone.
 
-        Sentences are sorted by length, those of a length in a random order, and cut into batches of at most ``max_tokens`` tokens on
-        either side, padding included. Neighbours make a step, so that its workers have as much to do, and steps come in a random
+        Sentences are sorted by length, those of a length in a random order, and cut into batches of at most ``max_tokens`` tokens
+        on either side, padding included. Neighbours make a step, so that its workers have as much to do, and steps come in a random
         order. Up to ``size`` - 1 batches are left over.
 
         Raises:
@@ -115,7 +117,8 @@ class Sentences:
         order = order[np.argsort(self._lengths[order], kind="stable")]
         batches, start = [], 0
         while start < len(order):
-            fitting = self._lengths[order[start:start + max_tokens]] * np.arange(1, 1 + len(order[start:start + max_tokens])) <= max_tokens
+            lengths = self._lengths[order[start:start + max_tokens]]
+            fitting = lengths * np.arange(1, 1 + len(lengths)) <= max_tokens
             stop = start + max(1, int(fitting.sum()))
             batches.append(order[start:stop])
             start = stop

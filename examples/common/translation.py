@@ -94,19 +94,20 @@ _ACCELERATOR = re.compile(r"[_&~](?=\w)")
 _SPACES = re.compile(r"\s+")
 _WORD = re.compile(r"[^\W\d_]+")
 _GERMAN = frozenset({
-    "der", "die", "das", "und", "nicht", "ist", "den", "dem", "des", "ein", "eine", "einen", "wird", "werden", "von", "für", "mit", "auf",
-    "im", "zu", "zum"})
+    "der", "die", "das", "und", "nicht", "ist", "den", "dem", "des", "ein", "eine", "einen", "wird", "werden", "von", "für", "mit",
+    "auf", "im", "zu", "zum"})
 _ENGLISH = frozenset({
-    "the", "of", "and", "to", "is", "not", "for", "with", "this", "be", "are", "that", "from", "it", "you", "was", "an", "by", "or"})
+    "the", "of", "and", "to", "is", "not", "for", "with", "this", "be", "are", "that", "from", "it", "you", "was", "an", "by",
+    "or"})
 MIN_WORDS, MAX_WORDS = 2, 30
 
 
 def clean(source: str, target: str) -> tuple[str, str] | None:
     """A message and its translation as sentences, or None where they are no good.
 
-    Tags, accelerators (``_File``, ``&File``, ``~File``), and colons and dots at the end that are no full stops go. A pair is no good with
-    placeholders or pieces of code, with fewer than 2 or more than 30 words, with lengths that don't fit, untranslated or in the
-    wrong language.
+    Tags, accelerators (``_File``, ``&File``, ``~File``), and colons and dots at the end that are no full stops go. A pair is no
+    good with placeholders or pieces of code, with fewer than 2 or more than 30 words, with lengths that don't fit, untranslated
+    or in the wrong language.
     """
     pair = []
     for text in (source, target):
@@ -149,8 +150,8 @@ def skeleton(text: str) -> tuple[str, ...]:
 
 
 def shadows(text: str) -> set[tuple[str, ...]]:
-    """The skeleton and, where it has four words or more, what is left of it without one of them. Two sentences that differ by a word
-    more, less or other have one in common."""
+    """The skeleton and, where it has four words or more, what is left of it without one of them. Sentences that differ by a
+    word more, less, other, or in another place have one in common."""
     words = skeleton(text)
     return {words, *(words[:i] + words[i + 1:] for i in range(len(words)) if len(words) > 3)}
 
@@ -158,8 +159,8 @@ def shadows(text: str) -> set[tuple[str, ...]]:
 def split(pairs: Iterable[tuple[str, str]], percent: Mapping[str, int]) -> Corpus:
     """Divide pairs into training, validation and test ones.
 
-    Of pairs whose sources have the same skeleton the first is kept. A hash of the skeleton says where it goes, whatever else there is.
-    Pairs for validation and test go if a training source is the same but for a word, or a training target has the same skeleton.
+    Of pairs whose sources have the same skeleton the first is kept. A hash of the skeleton says where it goes, whatever else
+    there is. Pairs for validation and test go if a training source is the same but for a word, or a training target has the same skeleton.
 
     Arguments:
         pairs: sources and targets.
@@ -179,7 +180,7 @@ def split(pairs: Iterable[tuple[str, str]], percent: Mapping[str, int]) -> Corpu
 
 
 def overlap(train: Pairs, part: Pairs, length: int = 4) -> float:
-    """What fraction of the sources of at least ``length`` words is made of runs of so many words that training sources have too."""
+    """What fraction of the sources of ``length`` words or more is made of runs of so many words that training sources have."""
     def runs(text: str) -> set[tuple[str, ...]]:
         words = skeleton(text)
         return {words[i:i + length] for i in range(len(words) - length + 1)}
@@ -256,7 +257,8 @@ def prepare(cache: Path | None = None) -> Path:
             print(f"{folder.name}: the packages here are others than those that the documentation's figures were measured with: "
                   f"{others}; don't compare the figures", file=sys.stderr)
         elif found != SHA256:
-            raise DatasetError(f"{folder.name} as it was made is not what it should be: its SHA-256 is {found}, expected {SHA256}")
+            raise DatasetError(f"{folder.name} as it was made is not what it should be: its SHA-256 is {found}, expected "
+                               f"{SHA256}")
         (scratch / "manifest.json").write_text(json.dumps({"sha256": found, "packages": versions}, indent=1) + "\n")
         for file in (*FILES, "manifest.json"):  # which comes last: without it nothing counts
             os.replace(scratch / file, folder / file)
@@ -318,8 +320,8 @@ def read(source: Path, target: Path) -> Pairs:
         if lines[-1] == "":
             lines.pop()
     if not len(pairs) or len(pairs.source) != len(pairs.target):
-        raise DatasetError(f"{source} has {len(pairs.source)} lines and {target} has {len(pairs.target)}; expected as many, a sentence "
-                           "and its translation in each")
+        raise DatasetError(f"{source} has {len(pairs.source)} lines and {target} has {len(pairs.target)}; expected as many, a "
+                           "sentence and its translation in each")
     return pairs
 
 

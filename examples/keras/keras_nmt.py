@@ -146,8 +146,8 @@ class Trainer:
         return self.optimizer.compression_stats()
 
     def save(self, path: Path, run: dict[str, Any]) -> None:
-        saved = {"variables": [variable.numpy() for variable in self._variables()], "compression": self.optimizer.compression_state_dict(),
-                 "run": run}
+        saved = {"variables": [variable.numpy() for variable in self._variables()],
+                 "compression": self.optimizer.compression_state_dict(), "run": run}
         with path.open("wb") as file:
             np.save(file, saved)
 

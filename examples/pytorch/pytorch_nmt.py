@@ -66,7 +66,8 @@ class Transformer(Model):
         super().__init__(vocabulary, width, dropout, tied)
         options = {"d_model": width, "nhead": width // 64, "dim_feedforward": 4 * width, "dropout": dropout, "batch_first": True,
                    "norm_first": True}
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), layers, nn.LayerNorm(width),
+                                             enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), layers, nn.LayerNorm(width))
         angles = torch.arange(longest + 1)[:, None] * 10000 ** (-torch.arange(0, width, 2) / width)
         self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], 2).flatten(1), persistent=False)
@@ -82,8 +83,8 @@ class Transformer(Model):
     def decode(self, inputs: Tensor, state: State) -> Tensor:
         memory, padding = state
         length = inputs.shape[1]
-        return self.decoder(self._embed(self.target, inputs), memory, tgt_mask=self.later[:length, :length], memory_key_padding_mask=padding,
-                            tgt_is_causal=True)
+        return self.decoder(self._embed(self.target, inputs), memory, tgt_mask=self.later[:length, :length], tgt_is_causal=True,
+                            memory_key_padding_mask=padding)
 
 
 class Recurrent(Model):

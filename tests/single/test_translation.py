@@ -127,7 +127,7 @@ def test_overlap_counts_sentences_that_are_made_of_known_pieces():
 
 
 @pytest.mark.parametrize("other, near", [("open the old file now", True), ("open the file", True), ("open a file now", True),
-                                         ("close a file now", False), ("now open the file", True)])
+                                         ("now open the file", True), ("close a file now", False), ("now the file open", False)])
 def test_sentences_are_near_if_they_differ_by_a_word(other, near):
     assert bool(shadows("open the file now") & shadows(other)) == near
 
@@ -473,7 +473,7 @@ def test_the_keras_model():
         import sys; sys.path[:0] = sys.argv[1:]
         import numpy as np, keras_nmt
         from common import nmt
-        arguments = nmt.parse("", ("transformer",), argv=["--width", "64"])
+        arguments = nmt.parse("", ("transformer",), argv=["--width", "64", "--layers", "1"])
         net = keras_nmt.Transformer(50, arguments)
         source, inputs = np.array([[5, 6, 7, 3], [8, 3, 0, 0]]), np.array([[2, 9, 10], [2, 11, 0]])
         features = net.decode(inputs, *net.encode(source)).numpy()
@@ -481,7 +481,6 @@ def test_the_keras_model():
         later = net.decode(np.array([[2, 9, 33], [2, 11, 12]]), *net.encode(source)).numpy()
         np.testing.assert_allclose(features[1:, :2], alone, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(features[:, :2], later[:, :2], rtol=1e-4, atol=1e-5)
-        assert net(source, inputs).shape == (2, 3, 50)
     """
     pytest.importorskip("tensorflow")
     done = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), str(EXAMPLES / "keras")], capture_output=True, text=True, timeout=120)
