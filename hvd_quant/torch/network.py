@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,7 +59,10 @@ def result(handle: Any) -> Any:
 
 def gather(row: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
     """All workers' rows, by rank. Horovod negotiates anew what has another size than before, so names are to tell that."""
-    return mpi_ops.allgather(row, name=name, process_set=process_set)
+    handle = mpi_ops.allgather_async(row, name=name, process_set=process_set)
+    while not mpi_ops.poll(handle):
+        time.sleep(1e-4)  # Horovod's own waiting takes the processor from those that are waited for
+    return mpi_ops.synchronize(handle)
 
 
 def workers_by_host(process_set: ProcessSet) -> Workers:

@@ -321,7 +321,7 @@ class _Compressed:
             return
         own = torch.tensor([[-1 if p.grad is None else p.grad.sparse_dim() if p.grad.is_sparse else 0 for p in unseen]])
         name = f"hvd_quant.layouts.{self._reducer.number}.{len(unseen)}"
-        most = mpi_ops.allgather(own, name=name, process_set=self.process_set).amax(0).tolist()
+        most = network.gather(own, name, self.process_set).amax(0).tolist()
         for p, layout in zip(unseen, most):
             if layout > 0:
                 self._sparse_dims[p] = layout

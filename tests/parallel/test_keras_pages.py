@@ -38,6 +38,7 @@ def prepare(code, names):
         names["model"] = keras.Sequential([keras.layers.Input((784,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
         names["optimizer"] = keras.optimizers.SGD(0.01)
         names["tape"], names["compression"] = tf.GradientTape(), "topk:ratio=0.01"
+    names["y"] = np.eye(10, dtype=np.float32)[names["labels"]] if 'loss="mse"' in code else names["labels"]
     return code
 
 
@@ -46,6 +47,6 @@ def prepare(code, names):
 def test_a_page(page, folder):
     x, y = np.random.default_rng(hvd.rank()).random((32, 784), np.float32), np.arange(32) % 10
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    names = {"keras": keras, "tf": tf, "np": np, "hvd": hvd, "x": x, "y": y, "dataset": [(x, y)] * 2, "loss_object": loss,
+    names = {"keras": keras, "tf": tf, "np": np, "hvd": hvd, "x": x, "labels": y, "dataset": [(x, y)] * 2, "loss_object": loss,
              "loss_of": loss}
     docs.run(page, ("keras", "tensorflow"), names, prepare, meet)

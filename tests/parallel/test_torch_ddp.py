@@ -94,6 +94,8 @@ def kept(hook):
 
 @every(CODECS | LINEAR | {spec: get_compressor(spec) for spec in MEMORIES})
 def test_the_hook_gives_what_the_optimizer_gives(compressor):
+    if WORLD > 2 and compressor.name not in ("onebit", "topk", "powersgd"):
+        pytest.skip("two workers tell as much")
     for exchange in ["allreduce"] if compressor.spec in LINEAR else ["allgather", "sra"] + ["allreduce"] * compressor.linear:
         each = dataclasses.replace(compressor, exchange=exchange)
         (ddp, hook, sgd), (model, optimizer) = hooked(each), wrapped(each)
