@@ -77,6 +77,12 @@ def load(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["runs"] if file.exists() else []
 
 
+def save(runs: list[dict[str, Any]], file: Path) -> None:
+    """Write them, a line each."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"runs": [\n' + ",\n".join(map(json.dumps, runs)) + "\n]}\n")
+
+
 def missing(rows: Iterable[Row], seeds: Iterable[int], epochs: int, runs: list[dict[str, Any]]) -> list[tuple[Row, int]]:
     """The rows and seeds of which there is no run, seed by seed."""
     done = {(run["row"], run["seed"], run["epochs"]) for run in runs}
@@ -104,9 +110,7 @@ def work(arguments: argparse.Namespace) -> None:
     for row, seed in missing(_chosen(arguments.rows), arguments.seeds, arguments.epochs, load(arguments.json)):
         run = train(row, seed, recipe, dataset)
         if hvd.rank() == 0:
-            runs = [*load(arguments.json), run]
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+            save([*load(arguments.json), run], arguments.json)
             print(f"{row.name}, seed {seed}: {100 * run['accuracy']:.2f} %", flush=True)
         hvd.allreduce(torch.zeros(1), name="written")
 

@@ -57,15 +57,21 @@ class Picture:
             "</svg>\n"]))
 
 
+def worker(picture: Picture, i: int, first: str) -> int:
+    """A worker's column down to what it does first, and where that begins."""
+    x = 20 + 220 * i
+    picture.text(x + 100, 30, f"worker {i}", weight=600)
+    picture.box(x, 45, 200, 34, GROUND, "gradient + residual")
+    picture.arrow(x + 100, 79, x + 100, 105)
+    picture.text(x + 112, 97, first, 13, GREY, "start")
+    return x
+
+
 def allgather() -> None:
     """Three workers, each of whom gets every payload."""
     picture = Picture(680, 330, "allgather: every worker gets every payload, and adds them up in the order of ranks")
     for i in range(3):
-        x = 20 + 220 * i
-        picture.text(x + 100, 30, f"worker {i}", weight=600)
-        picture.box(x, 45, 200, 34, GROUND, "gradient + residual")
-        picture.arrow(x + 100, 79, x + 100, 105)
-        picture.text(x + 112, 97, "encode", 13, GREY, "start")
+        x = worker(picture, i, "encode")
         picture.box(x + 60, 107, 80, 30, TINTS[i], f"payload {i}", size=13)
         for j in range(3):
             picture.arrow(x + 100, 139, 20 + 220 * j + 37 + 62 * i, 196)
@@ -81,11 +87,7 @@ def sra() -> None:
     """Three workers, each of whom reduces a third of the tensor for all."""
     picture = Picture(680, 470, "sra: each worker reduces its range for all, and encodes the mean again")
     for i in range(3):
-        x = 20 + 220 * i
-        picture.text(x + 100, 30, f"worker {i}", weight=600)
-        picture.box(x, 45, 200, 34, GROUND, "gradient + residual")
-        picture.arrow(x + 100, 79, x + 100, 105)
-        picture.text(x + 112, 97, "encode each", 13, GREY, "start")
+        x = worker(picture, i, "encode each")
         for j in range(3):
             picture.box(x + 10 + 62 * j, 107, 54, 26, TINTS[j], f"range {j}", size=12)
             picture.arrow(x + 37 + 62 * j, 135, 20 + 220 * j + 37 + 62 * i, 186)

@@ -66,8 +66,8 @@ def describe(parameters: Iterable[Parameter], settings: Mapping[str, Any]) -> di
 def require_agreement(traits: Mapping[str, Trait], gather: Gather, ranks: Sequence[int], number: int = 0) -> int:
     """Check that all workers have the same traits; all of them come to the same result.
 
-    A worker sends a hash of 32 bytes and a number. Only where hashes differ does it tell what was hashed: first how long that is, then the text,
-    padded to the longest, so that the size of no allgather depends on what differs.
+    A worker sends a hash of 32 bytes and a number. Only where hashes differ does it tell what was hashed: first how long that is, then
+    the text, padded to the longest, so that the size of no allgather depends on what differs.
 
     Arguments:
         traits: of this worker.

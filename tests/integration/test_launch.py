@@ -16,7 +16,7 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
     "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
-    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
+    "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[adefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efhm]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!am]*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),
