@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import cluster  # noqa: E402
 from common import results  # noqa: E402
+from common.datasets import DatasetError, prepare  # noqa: E402
 
 EXAMPLE = Path(__file__).with_name("pytorch_mnist.py")
 OUTPUT = Path("results", "demo")
@@ -75,6 +76,10 @@ def run(slow_link: bool) -> list[results.Run]:
 
 
 def main() -> None:
+    try:
+        prepare("mnist")  # now: the hosts reach each other, and no mirror
+    except DatasetError as error:
+        sys.exit(f"demo.py: {error}")
     reason = cluster.unavailable()
     runs = run(slow_link=reason is None)
     console = Console()

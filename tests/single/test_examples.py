@@ -415,6 +415,28 @@ def test_demo_takes_gloo_without_mpirun(monkeypatch):
     assert "--gloo" in demo.command(slow_link=False)
 
 
+def test_demo_fetches_the_data_before_its_hosts_are_cut_off(monkeypatch):
+    done = []
+
+    def run(slow_link):
+        done.append("run")
+        sys.exit()
+
+    monkeypatch.setattr(demo, "prepare", done.append)
+    monkeypatch.setattr(demo, "run", run)
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert done == ["mnist", "run"]
+
+    def fails(name):
+        raise demo.DatasetError(f"{name} could not be downloaded")
+
+    monkeypatch.setattr(demo, "prepare", fails)
+    with pytest.raises(SystemExit, match="^demo.py: mnist could not be downloaded$"):
+        demo.main()
+    assert done == ["mnist", "run"]
+
+
 def test_demo_runs_on_a_slow_link_where_it_can():
     command = demo.command(slow_link=True)
     assert command[1].endswith("cluster.py") and "--rate=1gbit" in command and command.index("--") < command.index("--model=mlp")
