@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "pytorch")]
 
 TARGET = 0.975
 TESTS_AN_EPOCH = 3
-MODEL, WORKERS = "mlp", 2
+MODEL, WORKERS, LAST_LAYER = "mlp", 2, "7.*"
 _WITH_MOMENTUM = 0.03
 """The learning rate with a momentum of 0.9, which moves ten times as far as without."""
 _WITH_MASKED_MOMENTUM = 0.1
@@ -40,20 +40,20 @@ class Row:
         name: in the table; a compressor's spec where nothing else is said.
         lr: learning rate at the start, the recipe's where None.
         every: local steps between two averagings of the model, in the place of gradients; 0: none.
-        outer: whether averaging goes through SGD with Nesterov momentum.
-        compression: what the name says, unless it says more.
+        outer: Nesterov momentum of the SGD that averaging goes through, or None.
+        compression: what the name says, unless it says more; or one for each pattern of parameters.
         optimizer: the recipe's where None.
     """
 
     name: str
     lr: float | None = None
     every: int = 0
-    outer: bool = False
-    compression: str = ""
+    outer: float | None = None
+    compression: str | dict[str, str] = ""
     optimizer: str | None = None
 
     @property
-    def spec(self) -> str:
+    def spec(self) -> str | dict[str, str]:
         return self.compression or self.name
 
 
@@ -62,13 +62,15 @@ ROWS = [
                "terngrad:clip=0", "threshold:tau=0.01", "adaptive", "topk", "topk:ratio=0.001", "topk:values=sign", "topk:values=2bit",
                "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error", "topk:memory=ef21",
                "topk:memory=ef21,eta=0.5", "randomk", "powersgd"]),
+    Row("terngrad, last layer dense", compression={LAST_LAYER: "none", "*": "terngrad"}),
     Row("none:momentum=0.9", lr=_WITH_MOMENTUM),
     Row("topk:momentum=0.9", lr=_WITH_MASKED_MOMENTUM),
     Row("topk:ratio=0.001,momentum=0.9,nesterov=true,schedule=dgc,schedule_steps=100", lr=_WITH_MASKED_MOMENTUM),
     Row("averaged every 4 steps", every=4, compression="none"),
     Row("averaged every 16 steps", every=16, compression="none"),
     Row("averaged every 16 steps, onebit", every=16, compression="onebit"),
-    Row("DiLoCo, every 50 steps", every=50, outer=True, compression="none", optimizer="adam", lr=0.001),
+    Row("DiLoCo, every 50 steps", every=50, outer=0.9, compression="none", optimizer="adam", lr=0.001),
+    Row("DiLoCo, every 50 steps, outer momentum 0.5", every=50, outer=0.5, compression="none", optimizer="adam", lr=0.001),
 ]
 
 
@@ -144,7 +146,7 @@ class Training:
         optimizer = build_optimizer(self.settings.optimizer, self.model.parameters(), self.settings.lr)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         if row.every:
-            outer = (lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)) if row.outer else None
+            outer = row.outer and (lambda params: torch.optim.SGD(params, lr=0.7, momentum=row.outer, nesterov=True))
             self.optimizer = hvd.ModelAveragingOptimizer(optimizer, self.model.named_parameters(), every=row.every, outer=outer,
                                                          compression=row.spec)
             self._agree = self.optimizer.average
@@ -254,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         own = sys.argv[1:] if argv is None else argv
         horovodrun = Path(sys.executable).with_name("horovodrun")
-        sys.exit(subprocess.run([str(horovodrun), "-np", str(WORKERS), sys.executable, __file__, "work", *own[1:]]).returncode)
+        sys.exit(subprocess.run([str(horovodrun), "-np", str(WORKERS), "--gloo", sys.executable, __file__, "work", *own[1:]]).returncode)
 
 
 if __name__ == "__main__":

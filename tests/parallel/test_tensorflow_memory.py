@@ -1,20 +1,12 @@
 """Memory doesn't grow with the number of steps."""
 
-import gc
-from pathlib import Path
-
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
+from tests.parallel.memory import allocated
 
 SPECS = {"a": "onebit:exchange=sra", "b": "topk:ratio=0.1", "c": "powersgd", "d": "qsgd:exchange=allgather"}
 PAYLOAD = 256 * 512 // 8  # bytes, that of onebit
-
-
-def resident():
-    gc.collect()
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
 
 
 def test_two_hundred_steps_take_no_more_memory_than_sixty():
@@ -27,6 +19,6 @@ def test_two_hundred_steps_take_no_more_memory_than_sixty():
         tape = hvd.DistributedGradientTape(tape, compression=SPECS)
         tape.gradient(loss, variables)
         if step in (60, 199):
-            seen.append(resident())
+            seen.append(allocated())
     assert tape.compression_stats()["steps"] == 200 - 3
     assert seen[1] - seen[0] < 139 * PAYLOAD / 2, seen

@@ -5,7 +5,8 @@ import torch
 from horovod.torch import mpi_ops
 
 import hvd_quant.torch as hvd
-from tests.parallel.torch_workers import RANK, assert_same_everywhere, backward, flat, network, on_all, resident, train, wrap
+from tests.parallel.memory import allocated
+from tests.parallel.torch_workers import RANK, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
 COUNTED = ["onebit:warmup=2", "topk:schedule=dgc", "topk:merge=sum", "onebit:average_every=9", "onebit:memory=ef21", "randomk",
            "randomk:memory=none"]
@@ -109,5 +110,5 @@ def test_fifty_resets_leave_nothing_behind():
         state.sync()
         assert not mpi_ops._handle_map and not optimizer._reducer._flying
         if reset in (9, 59):
-            seen.append(resident())
+            seen.append(allocated())
     assert seen[1] - seen[0] < 50 * payload / 4, seen

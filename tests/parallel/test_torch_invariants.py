@@ -138,7 +138,8 @@ def test_nothing_is_bypassed_in_silence(compressor):
         assert list(stats["exchanges"]) == ["allreduce" if compressor.linear else "allgather"]
     assert stats["steps"] == 2
     assert stats["dense_bytes"] == 2 * round(2 * 4 * flat(model).numel() * (WORLD - 1) / WORLD)
-    assert stats["encode_seconds"] >= 0 and stats["wait_seconds"] > 0 and stats["decode_seconds"] >= 0
+    assert min(stats["encode_seconds"], stats["wait_seconds"], stats["decode_seconds"]) >= 0  # nothing to wait for, maybe
+    assert all(bucket["flight_seconds"] > 0 for bucket in stats["buckets"].values())
 
 
 @every(CODECS)

@@ -1,8 +1,5 @@
 """What the PyTorch tests on several workers share: a small model, its batches, and looks at the other workers."""
 
-import gc
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -47,13 +44,6 @@ def on_all(tensor):
     """The workers' values of a tensor, one row a worker."""
     # Horovod forgets what it has cached of a name when the size changes, which it doesn't always survive beside process sets.
     return hvd.allgather(tensor.detach().reshape(1, -1).contiguous(), name=f"on_all.{tensor.numel()}.{tensor.dtype}")
-
-
-def resident():
-    """Bytes that this process has in memory."""
-    gc.collect()
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
 
 
 def assert_same_everywhere(tensor):
