@@ -6,6 +6,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pages
 from allreduce_grid import (
     BASELINE,
     COMPRESSED,
@@ -229,7 +230,7 @@ def plots(results: dict[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-BEGIN, END = "<!-- what follows is written by `benchmarks/allreduce.py report` -->", "<!-- up to here -->"
+BEGIN = pages.begin("benchmarks/allreduce.py report")
 CAPTIONS = {"speedup.png": "Times faster than Horovod fp32, by layer",
             "breakdown.png": "Where the time of a 4096 × 4096 layer goes", "bytes.png": "Bytes a worker sends"}
 
@@ -256,11 +257,7 @@ def report(path: Path, page: Path) -> None:
     Raises:
         ValueError: if the page has no marks, or the file no points.
     """
-    results, text = json.loads(path.read_text()), page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r} between which the report goes")
+    results = json.loads(path.read_text())
     if not results["points"]:
         raise ValueError(f"{path} has no points")
-    page.write_text(f"{before}{BEGIN}\n\n{markdown(results, plots(results, page.parent))}\n{END}{after}")
+    pages.write(page, BEGIN, markdown(results, plots(results, page.parent)))

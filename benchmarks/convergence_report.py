@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pages
 from convergence_grid import AVERAGINGS, DROPPED, DROPPING, HOROVOD, MERGED, QUANTISED, RATE, TASKS, UNSHAPED, Run
 
 Line = dict[str, Any]
 Course = list[Line]
 """The evaluations of one run, in order."""
 
-BEGIN, END = "<!-- what follows is written by `benchmarks/convergence.py report` -->", "<!-- up to here -->"
+BEGIN = pages.begin("benchmarks/convergence.py report")
 
 PAPERS = [
     ("Dryden, Moon, Jacobs, Van Essen 2016: quantised and sparse gradients", ("mnist", "mnist-4096"), QUANTISED),
@@ -266,10 +267,5 @@ def report(lines: Iterable[Line], page: Path | None) -> None:
         print("\n\n".join(sections(results, None)))
         return
     if not page.exists():
-        page.write_text(f"# Accuracy and BLEU over time\n\n{BEGIN}\n{END}\n")
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r} between which the report goes")
-    text = "\n\n".join(sections(results, page.parent))
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+        page.write_text(f"# Accuracy and BLEU over time\n\n{BEGIN}\n{pages.END}\n")
+    pages.write(page, BEGIN, "\n\n".join(sections(results, page.parent)))

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from allreduce_grid import BASELINE, CODES, HOROVOD_FP16, IDEAL, WORKLOADS, Point, entries
 from allreduce_workers import Workers
@@ -34,7 +35,7 @@ from hvd_quant.exchange import cost, plan, timing
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 PAGE = FOLDER.parent / "plan.md"
-BEGIN, END = "<!-- what follows is written by `benchmarks/plan.py check --write` -->", "<!-- up to here -->"
+BEGIN = pages.begin("benchmarks/plan.py check --write")
 NEAR = 0.2
 COLUMNS = ("workers", "rate", "tensors", "points", "within 20 %", "median of predicted / measured")
 SPECS = [*CODES, "fp16", "bf16", "none"]
@@ -117,8 +118,7 @@ def write(tables: dict[str, list[tuple[str, ...]]], page: Path) -> None:
     for title, rows in tables.items():
         lines += [f"**{title}**:", "", f"| {' | '.join(COLUMNS)} |", "|" + "---:|" * len(COLUMNS)]
         lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text("\n".join([before + BEGIN, "", *lines, END + rest.split(END)[1]]))
+    pages.write(page, BEGIN, "\n".join(lines))
 
 
 def listing(checked: list[tuple[Point, float]]) -> Table:

@@ -1,9 +1,9 @@
 """Every scheme on MNIST: test accuracy over several seeds, bytes sent, steps to a target.
 
     python benchmarks/schemes.py run --json docs/schemes/mnist.json
-    python benchmarks/schemes.py report docs/schemes/mnist.json
+    python benchmarks/schemes.py report docs/schemes/mnist.json --page docs/schemes/README.md
 
-``run`` starts two workers with horovodrun and goes on where the file ends; ``report`` writes a table in Markdown. The net is 3 x 1024
+``run`` starts two workers with horovodrun and goes on where the file ends; ``report`` writes a table into a page. The net is 3 x 1024
 fully connected units, the recipe that of examples/common/arguments.py, the library PyTorch.
 """
 
@@ -19,6 +19,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "pytorch")]
@@ -205,6 +207,9 @@ def train(row: Row, seed: int, recipe: argparse.Namespace, dataset: Any) -> dict
 
 # ------------------------------------------------------------------------------------------------------------ report
 
+BEGIN = pages.begin("benchmarks/schemes.py report")
+
+
 def report(runs: list[dict[str, Any]]) -> str:
     """The table: medians over the seeds, in the order of ``ROWS``."""
     by_row: dict[str, list[dict[str, Any]]] = {}
@@ -248,9 +253,13 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--epochs", type=int, default=4)
     command = commands.add_parser("report", help="the table of a file's runs")
     command.add_argument("json", metavar="FILE", type=Path)
+    command.add_argument("--page", metavar="FILE", type=Path, help="with the marks that it goes between; printed without")
     arguments = parser.parse_args(argv)
     if arguments.command == "report":
-        print(report(load(arguments.json)))
+        if arguments.page:
+            pages.write(arguments.page, BEGIN, report(load(arguments.json)))
+        else:
+            print(report(load(arguments.json)))
     elif arguments.command == "work":
         work(arguments)
     else:

@@ -16,6 +16,7 @@ import allreduce_grid  # noqa: E402
 import allreduce_report  # noqa: E402
 import allreduce_workers  # noqa: E402
 import min_numel  # noqa: E402
+import pages  # noqa: E402
 import plan as plan_benchmark  # noqa: E402
 from allreduce import grid, parse  # noqa: E402
 from allreduce_grid import BASELINE, IDEAL, ROWS, WORKLOADS, Key, entries  # noqa: E402
@@ -245,11 +246,11 @@ def test_the_report_replaces_what_is_between_the_marks(tmp_path, results):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     path, page = tmp_path / "figures.json", tmp_path / "README.md"
     path.write_text(json.dumps(results))
-    page.write_text(f"# before\n{allreduce_report.BEGIN}\nold\n{allreduce_report.END}\nafter\n")
+    page.write_text(f"# before\n{allreduce_report.BEGIN}\nold\n{pages.END}\nafter\n")
     for _ in range(2):  # the second time, over its own report
         allreduce_report.report(path, page)
     text = page.read_text()
-    assert text.startswith("# before\n") and text.endswith(f"{allreduce_report.END}\nafter\n") and "\nold\n" not in text
+    assert text.startswith("# before\n") and text.endswith(f"{pages.END}\nafter\n") and "\nold\n" not in text
     lines = text.splitlines()
     titles = [line for line in lines if line.startswith("### ")]
     assert titles[:3] == ["### 2 workers, 1gbit", "### 2 workers, 10gbit", "### 2 workers, unlimited"] and len(titles) == 12
@@ -286,15 +287,15 @@ def test_a_report_needs_marks_and_points(tmp_path, results):
     with pytest.raises(ValueError, match="lacks the lines"):
         allreduce_report.report(path, page)
     path.write_text(json.dumps({**results, "points": []}))
-    page.write_text(f"{allreduce_report.BEGIN}\n{allreduce_report.END}\n")
+    page.write_text(f"{allreduce_report.BEGIN}\n{pages.END}\n")
     with pytest.raises(ValueError, match="has no points"):
         allreduce_report.report(path, page)
-    assert page.read_text() == f"{allreduce_report.BEGIN}\n{allreduce_report.END}\n"
+    assert page.read_text() == f"{allreduce_report.BEGIN}\n{pages.END}\n"
 
 
 def test_the_page_has_its_marks():
     text = (allreduce.FIGURES.parent / "README.md").read_text()
-    assert text.count(allreduce_report.BEGIN) == text.count(allreduce_report.END) == 1
+    assert text.count(allreduce_report.BEGIN) == text.count(pages.END) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ min_numel
@@ -320,22 +321,34 @@ def test_the_parts_of_powersgd_make_up_its_time():
     torch.testing.assert_close(grad + state["residual"], given, rtol=0, atol=1e-4)
 
 
-def test_the_table_of_schemes():
+def test_the_table_of_schemes(tmp_path):
     schemes = pytest.importorskip("schemes", exc_type=ImportError)
     tests = [{"step": 100, "accuracy": 0.9, "wire_bytes": 5}, {"step": 200, "accuracy": 0.976, "wire_bytes": 10}]
     runs = [{"row": row, "seed": seed, "epochs": 4, "accuracy": 0.97 + 0.001 * seed, "wire_bytes": 10, "dense_bytes": 40,
              "tests": tests[:1 + (row == "none")]} for row in ("topk", "none") for seed in (1, 2, 3)]
     assert schemes.report(runs).splitlines()[2:] == [
         "| `none` | 97.20 % | 97.10 … 97.30 |  |  | 200 |", "| `topk` | 97.20 % | 97.10 … 97.30 | +0.00 | 4.0 × | – |"]
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{schemes.BEGIN}\nold\n{pages.END}\nafter\n")
+    (tmp_path / "mnist.json").write_text(json.dumps({"runs": runs}))
+    schemes.main(["report", str(tmp_path / "mnist.json"), "--page", str(page)])
+    assert page.read_text() == f"before\n{schemes.BEGIN}\n\n{schemes.report(runs)}\n\n{pages.END}\nafter\n"
     left = schemes.missing(schemes.ROWS[:2], [1, 4], 4, [{**run, "row": "none"} for run in runs])
     assert [(row.name, seed) for row, seed in left] == [("fp16", 1), ("none", 4), ("fp16", 4)]
+
+
+def test_the_committed_table_is_that_of_the_committed_runs():
+    schemes = pytest.importorskip("schemes", exc_type=ImportError)
+    folder = Path(schemes.__file__).parents[1] / "docs" / "schemes"
+    assert f"{schemes.BEGIN}\n\n{schemes.report(schemes.load(folder / 'mnist.json'))}\n\n{pages.END}" in (folder / "README.md").read_text()
 
 
 def test_every_compressor_and_scheme_has_a_row():
     schemes = pytest.importorskip("schemes", exc_type=ImportError)
     from hvd_quant import get_compressor, list_compressors
     from hvd_quant.registry import compressor_class
-    specs = [get_compressor(row.spec) for row in schemes.ROWS]
+    specs = [get_compressor(spec) for row in schemes.ROWS
+             for spec in (row.spec.values() if isinstance(row.spec, dict) else [row.spec])]
     assert {spec.name for spec in specs} >= {name for name in list_compressors() if compressor_class(name).__module__.startswith("hvd_quant.")}
     assert {spec.merge for spec in specs} == {"none", "sum", "replace", "error"} and any(spec.momentum for spec in specs)
     assert any(row.every for row in schemes.ROWS) and any(row.outer for row in schemes.ROWS)
@@ -358,10 +371,10 @@ def test_predictions_are_compared_with_what_they_are_of(tmp_path):
     rows = plan_benchmark.summary(checked)
     assert rows == [("4", "1gbit", "more", "2", "1 (50%)", "0.75"), ("all", "", "", "2", "1 (50%)", "0.75")]
     page = tmp_path / "plan.md"
-    page.write_text(f"before\n{plan_benchmark.BEGIN}\nold\n{plan_benchmark.END}\nafter\n")
+    page.write_text(f"before\n{plan_benchmark.BEGIN}\nold\n{pages.END}\nafter\n")
     for _ in range(2):
         plan_benchmark.write({"Title": rows}, page)
     text = page.read_text()
     assert text.startswith("before\n<!--") and text.endswith("<!-- up to here -->\nafter\n") and "old" not in text
     assert text.count("| 4 | 1gbit | more | 2 | 1 (50%) | 0.75 |") == 1
-    assert all(plan_benchmark.PAGE.read_text().count(mark) == 1 for mark in (plan_benchmark.BEGIN, plan_benchmark.END))
+    assert all(plan_benchmark.PAGE.read_text().count(mark) == 1 for mark in (plan_benchmark.BEGIN, pages.END))

@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 import convergence  # noqa: E402
 import convergence_grid as grid  # noqa: E402
 import convergence_report  # noqa: E402
+import pages  # noqa: E402
 from convergence_grid import TASKS, UNSHAPED, Run  # noqa: E402
 
 from hvd_quant import get_compressor  # noqa: E402
@@ -196,11 +197,11 @@ def test_the_product_is_proved_and_scaling_shown(lines):
 def test_the_page_has_what_was_measured_and_nothing_else(lines, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     page = tmp_path / "README.md"
-    page.write_text(f"# before\n{convergence_report.BEGIN}\nold\n{convergence_report.END}\nafter\n")
+    page.write_text(f"# before\n{convergence_report.BEGIN}\nold\n{pages.END}\nafter\n")
     for _ in range(2):
         convergence_report.report(lines, page)
     text = page.read_text()
-    assert text.startswith("# before\n") and text.endswith(f"{convergence_report.END}\nafter\n") and "\nold\n" not in text
+    assert text.startswith("# before\n") and text.endswith(f"{pages.END}\nafter\n") and "\nold\n" not in text
     assert "### Aji, Heafield 2017" in text and "### Aji, Heafield, Bogoychev 2019" in text
     assert "Dryden" not in text and "Yu, Yang" not in text and "RNN" not in text and "short" not in text.lower()
     for name in ("mnist.png", "transformer.png"):
@@ -218,4 +219,4 @@ def test_the_page_has_what_was_measured_and_nothing_else(lines, tmp_path, capsys
 
 def test_the_real_page_has_its_marks():
     text = (ROOT / "docs" / "papers" / "README.md").read_text()
-    assert text.count(convergence_report.BEGIN) == text.count(convergence_report.END) == 1
+    assert text.count(convergence_report.BEGIN) == text.count(pages.END) == 1
