@@ -29,7 +29,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Gradients are reduced before they are unscaled and looked at, so all workers skip the same steps and keep the same scale,
-    which has to start the same. Compressed optimizers are told the scale as backward begins, and what they keep follows it.
+    which has to start the same. Compressed optimizers are told the scale as backward begins, and what they keep follows it. With
+    ``enabled=False`` gradients are reduced in the same places, so what comes between them sees the same.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,8 +49,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce the optimizer's gradients, if they aren't yet, and divide them by the scale."""
-        if self._enabled:
-            self._synchronize(optimizer)
+        self._synchronize(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: for one that doesn't reduce gradients but what a step changes, with op=Adasum.
         """
-        if not (self._enabled and self._synchronize(optimizer)):
+        if not self._synchronize(optimizer):
             return super().step(optimizer, *args, **kwargs)
         try:
             with optimizer.skip_synchronize():
@@ -98,6 +98,8 @@ class GradScaler(torch.amp.GradScaler):
         if not hasattr(optimizer, "skip_synchronize"):
             return False
         if hasattr(optimizer, "_starting_models"):
+            if not self._enabled:
+                return False
             raise ValueError("op=Adasum can't be combined with a GradScaler: it reduces what a step changes, and with an overflow on "
                              "one worker that worker alone would take none; use op=Average")
         if not optimizer._synchronized or optimizer._handles:

@@ -9,7 +9,7 @@ import torch
 
 import hvd_quant.torch as hvd
 from tests.conftest import CODECS, LINEAR
-from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat, network, train, wrap
+from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, every, flat, network, train, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGD has a momentum of its own")
 MEMORIES = ["topk:min_numel=0,ratio=0.1,momentum=0.9,clip_norm=0.1,weight_decay=0.01", "adaptive:min_numel=0,momentum=0.9,nesterov=true",
@@ -202,6 +202,35 @@ def test_the_scaler_with_horovods_optimizer(make):
     assert scales == [64, 64, 32, 32, 64, 32]
     assert torch.isfinite(flat(model)).all()
     assert_same_everywhere(flat(model))
+
+
+@two
+@pytest.mark.parametrize("make", [hvd.DistributedOptimizer, horovod.torch.DistributedOptimizer])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_that_is_off_reduces_in_the_same_places(make, unscale):
+    def trained(scaler):
+        model = network()
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            if not scaler:
+                optimizer.synchronize()
+            elif unscale:  # so that what has been reduced is clipped
+                scaler.unscale_(optimizer)
+            if unscale:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return flat(model)
+
+    found = trained(hvd.GradScaler("cpu", enabled=False))
+    assert torch.equal(found, trained(None))
+    assert_same_everywhere(found)
 
 
 @two
