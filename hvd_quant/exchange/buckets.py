@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 BUCKET_BYTES = 25 * 2**20
 """Dense bytes of a bucket unless asked otherwise: as PyTorch's DistributedDataParallel. Small enough that the first bucket leaves
@@ -39,3 +39,11 @@ def fill(sizes: Mapping[Key, int], limit: int = BUCKET_BYTES, groups: Iterable[I
         buckets[-1].append(key)
         room -= size
     return buckets
+
+
+def by(items: Iterable[Key], key: Callable[[Key], Any]) -> dict[Any, list[Key]]:
+    """Items by their keys, in order."""
+    groups: dict[Any, list[Key]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

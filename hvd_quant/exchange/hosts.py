@@ -1,9 +1,28 @@
-"""Which workers share a host, for exchanges that reduce inside hosts first."""
+"""Who reduces with whom: which workers share a host, for exchanges that reduce inside hosts first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+
+class Workers(NamedTuple):
+    """Who reduces with whom, as Horovod's process sets or what has their methods.
+
+    Attributes:
+        all: the workers to reduce over.
+        across: those that exchange payloads; with hierarchical exchange, of each host the one of this worker's local rank.
+        host: this host's workers, which are averaged first, or None.
+    """
+
+    all: Any
+    across: Any
+    host: Any = None
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """This worker's place among those of its host that take part, and how many they are."""
+        return (0, 1) if self.host is None else (self.host.rank(), self.host.size())
 
 
 class Grid(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, size
 
+from hvd_quant.exchange.buckets import by
 from hvd_quant.exchange.stats import Stats
 from hvd_quant.keras.window import Window
 from hvd_quant.tensorflow.averaging import average
-from hvd_quant.tensorflow.exchanges import by
 from hvd_quant.tensorflow.reducer import Gradient, Reducer, local_gradient
 from hvd_quant.tensorflow.state import Slot
 from hvd_quant.tensorflow.variables import plain

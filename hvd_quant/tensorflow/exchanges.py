@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -19,6 +19,7 @@ from hvd_quant.compressors import Compressor, TensorInfo, memory
 from hvd_quant.compressors.base import conclude
 from hvd_quant.compressors.merge import local_part
 from hvd_quant.exchange import ranges, sent_bytes
+from hvd_quant.exchange.buckets import by
 from hvd_quant.exchange.rows import Table
 from hvd_quant.ops import tensorflow as ops
 from hvd_quant.registry import get_compressor
@@ -657,11 +658,3 @@ def _bytes_of(tensor: tf.Tensor) -> float | tf.Tensor:
     """A tensor's bytes, as float64 where they are known only when the graph runs."""
     numel, size = tensor.shape.num_elements(), tensor.dtype.size
     return float(size * numel) if numel is not None else tf.cast(size * tf.size(tensor, tf.int64), tf.float64)
-
-
-def by(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    """Items by their keys, in order."""
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups

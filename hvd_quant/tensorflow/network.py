@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -30,24 +29,8 @@ ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 """Whether the number of workers is known only when a graph runs."""
 
 
-class Workers(NamedTuple):
-    """Who reduces with whom.
-
-    Attributes:
-        all: the workers to reduce over.
-        across: those that exchange payloads; with hierarchical exchange, of each host the one of this worker's local rank, or
-            None where there is but one host.
-        host: this host's workers, which are averaged first, or None.
-    """
-
-    all: ProcessSet
-    across: ProcessSet | None
-    host: ProcessSet | None = None
-
-    @property
-    def local(self) -> tuple[int, int]:
-        """This worker's place among those of its host that take part, and how many they are."""
-        return (0, 1) if self.host is None else (self.host.rank(), self.host.size())
+class Workers(hosts.Workers):
+    """See :class:`hvd_quant.exchange.hosts.Workers`; with hierarchical exchange, ``across`` is None where there is but one host."""
 
     @property
     def rank(self) -> int:

@@ -17,11 +17,12 @@ from tensorflow.python.ops import control_flow_util
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import MPI_COUNT_LIMIT, buckets, gathered_bytes, rows
 from hvd_quant.exchange.agreement import COLLECTIVES, OPS
+from hvd_quant.exchange.buckets import by
 from hvd_quant.registry import get_compressor
 from hvd_quant.tensorflow import agreement, network
 from hvd_quant.tensorflow.agreement import Verifier, settled
 from hvd_quant.tensorflow.codes import Hosted, Traced
-from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, by, end, label_of, rest, unless
+from hvd_quant.tensorflow.exchanges import Cargo, Flight, Gradient, Landed, Route, end, label_of, rest, unless
 from hvd_quant.tensorflow.state import COSTS, REAL, Slot, State, Way, untracked
 
 _NONE, _FP16 = get_compressor("none"), get_compressor("fp16")

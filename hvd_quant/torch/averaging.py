@@ -239,7 +239,7 @@ class Averager:
 
     def _include(self, part: Part) -> None:
         if self._process_set.included() and not part.reduced:
-            self._reducer.add(part.name, part.parameter, part.index)
+            self._reducer.state.add(part.name, part.parameter, part.index)
             part.reduced = True
 
     def count(self) -> None:
@@ -311,7 +311,7 @@ class Averager:
     def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """See :meth:`_ModelAveraging.compression_stats`."""
         stats = {**self._reducer.stats.as_dict(), "local_steps": self.steps}
-        return {**stats, "residual_norms": self._reducer.residual_norms()} if residual_norms else stats
+        return {**stats, "residual_norms": self._reducer.state.residual_norms()} if residual_norms else stats
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`_ModelAveraging.compression_state_dict`."""

@@ -17,8 +17,8 @@ from horovod.torch.mpi_ops import Average
 from hvd_quant import wire
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import cost
+from hvd_quant.exchange.hosts import Workers
 from hvd_quant.torch import measuring
-from hvd_quant.torch.exchanges import Workers
 
 ELASTIC = False
 IN_ORDER = True

@@ -89,8 +89,8 @@ class CommHook:
             warnings.warn(sentence, stacklevel=3)
         self._reducer = Reducer([], select, Average, 1.0, group, bucket_bytes, network=c10d)
         for p, name in self._names.items():
-            self._reducer.add(name, p, places[name])
-        self._reducer.plan()
+            self._reducer.state.add(name, p, places[name])
+        self._reducer.plan.update()
         self._promised: list[tuple[torch.futures.Future, torch.Tensor]] = []
 
     def __call__(self, state, bucket):

@@ -15,12 +15,12 @@ class CompressedOptimizerHandler(OptimizerStateHandler):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._kept = optimizer._reducer.snapshot()
+        self._kept = optimizer._reducer.state.snapshot()
 
     def save(self) -> None:
         """Note the optimizer's state and what is kept of gradients on this worker."""
         super().save()
-        self._kept = self.value._reducer.snapshot()
+        self._kept = self.value._reducer.state.snapshot()
 
     def restore(self) -> None:
         """Return to what was saved last; exchanges that are under way are taken back."""

@@ -12,7 +12,7 @@ from horovod.torch.mpi_ops import Sum
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import cost, timing
-from hvd_quant.torch.exchanges import Workers
+from hvd_quant.exchange.hosts import Workers
 
 
 def slowest(network: Any, seconds: list[float], group: Any) -> list[float]:

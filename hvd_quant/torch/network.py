@@ -18,9 +18,8 @@ from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange import cost, hosts
-from hvd_quant.exchange.hosts import process_set_of
+from hvd_quant.exchange.hosts import Workers, process_set_of
 from hvd_quant.torch import measuring
-from hvd_quant.torch.exchanges import Workers
 
 ELASTIC = os.environ.get("HOROVOD_ELASTIC") == "1"
 IN_ORDER = False

@@ -22,8 +22,9 @@ from hvd_quant.registry import get_compressor, resolve, selector, unmatched
 from hvd_quant.torch import agreement, network
 from hvd_quant.torch.amp import Guarded
 from hvd_quant.torch.averaging import average
-from hvd_quant.torch.exchanges import sparse_bytes
-from hvd_quant.torch.reducer import Reducer, compresses
+from hvd_quant.torch.reducer import Reducer
+from hvd_quant.torch.rows import sparse_bytes
+from hvd_quant.torch.state import State, compresses
 from hvd_quant.torch.stock import Bound
 
 _Stock = horovod_optimizer._DistributedOptimizer
@@ -110,11 +111,11 @@ def DistributedOptimizer(
         for pattern in unmatched(compression, wrapped._parameter_names.values()):
             warnings.warn(f"the pattern {pattern!r} in compression= matches no parameter; the names are "
                           f"{', '.join(list(wrapped._parameter_names.values())[:5])}, ...", stacklevel=2)
-        chosen = wrapped._reducer.compressors
+        chosen = wrapped._reducer.state.compressors
         for sentence in [*advice.twice(optimizer, optimizer.param_groups, chosen.values()), *advice.left_out(chosen)]:
             warnings.warn(sentence, stacklevel=2)
         cls = type(wrapped)  # made by this very call
-        cls.step = verifier.after(cls.step, lambda self: self._reducer.averaged)
+        cls.step = verifier.after(cls.step, lambda self: self._reducer.state.averaged)
         return wrapped
     counted = _Counted(compression, process_set)
     wrapped = horovod_optimizer.DistributedOptimizer(
@@ -124,7 +125,7 @@ def DistributedOptimizer(
     cls.zero_grad = _zero_grad
     cls._step_supports_amp_scaling = Guarded._step_supports_amp_scaling
     cls.compression_stats = lambda self, residual_norms=False: counted.stats.as_dict()
-    stateless = Reducer([], selector("none"), Average, 1.0, process_set)
+    stateless = State(selector("none"), Average, process_set, network)
     cls.average_parameters = lambda self: None  # without a merge they don't differ
     cls.set_loss_scale = lambda self, scale: stateless.set_loss_scale(scale)
     cls.compression_state_dict = lambda self: stateless.state_dict()
@@ -244,16 +245,16 @@ class _Compressed:
         for index, p in enumerate(self._all()):
             if p in self._requires_update:
                 self._ordered.append(p)
-                self._reducer.add(self._parameter_names[p], p, index)
+                self._reducer.state.add(self._parameter_names[p], p, index)
         self._select = select
         self._sparse_dims = {}  # of parameters that have had a sparse gradient, on any worker
         self._unseen = {} if sparse_as_dense else dict.fromkeys(self._ordered)  # those that have had no gradient yet, on all workers
         if size() == 1:
             self._watch_newcomers()
         # Horovod makes a group of each parameter that is in none.
-        self._reducer.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
+        self._reducer.plan.groups = [[self._parameter_names[p] for p in group] for group in dict.fromkeys(self._p_to_group.values())
                                 if len(group) > 1 or isinstance(groups, int)]
-        self._reducer.plan()  # now, when all workers have the same parameters
+        self._reducer.plan.update()  # now, when all workers have the same parameters
 
     def _make_hook(self, p):
         # An optimizer that nobody needs any more is gone at once, and its hooks with it, before the next one's fire.
@@ -330,13 +331,13 @@ class _Compressed:
 
     def step(self, closure=None):
         result = _Stock.step(self, closure)
-        self._average(self._reducer.to_average())
+        self._average(self._reducer.state.to_average())
         return result
 
     def average_parameters(self):
         """Set the parameters that differ between workers, because of a compressor's ``merge``, to their means, as is to be done
         before evaluation and checkpoints. All workers call this together."""
-        self._average(self._reducer.to_average(all=True))
+        self._average(self._reducer.state.to_average(all=True))
 
     def _average(self, parameters):
         sent = average(dict(parameters), self.process_set)
@@ -355,7 +356,7 @@ class _Compressed:
             ValueError: for what is no such number.
             RuntimeError: while gradients of another scale are being exchanged.
         """
-        self._reducer.set_loss_scale(scale)
+        self._reducer.state.set_loss_scale(scale)
 
     def _given(self, p):
         """Whether the last of a parameter's backward passes is done."""
@@ -381,7 +382,7 @@ class _Compressed:
                 self._requires_update.add(p)
                 self._ordered.append(p)
                 self._allreduce_delay[p] = self.backward_passes_per_step
-                self._reducer.add(self._parameter_names[p], p, index)
+                self._reducer.state.add(self._parameter_names[p], p, index)
                 if not self.sparse_as_dense:
                     self._unseen[p] = None
                 if alone:
@@ -412,7 +413,7 @@ class _Compressed:
             residual_norms: add the 2-norm of what is kept of each parameter's gradients, which takes a pass over it.
         """
         stats = self._reducer.stats.as_dict()
-        return {**stats, "residual_norms": self._reducer.residual_norms()} if residual_norms else stats
+        return {**stats, "residual_norms": self._reducer.state.residual_norms()} if residual_norms else stats
 
     def compression_state_dict(self):
         """This worker's compression state (residuals and step counts), for a checkpoint a worker.

@@ -15,7 +15,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, size
 from hvd_quant.compressors import Compressor
 from hvd_quant.exchange.checkpoint import averaged, of_this_worker
 from hvd_quant.torch import agreement
-from hvd_quant.torch.exchanges import Flight
+from hvd_quant.torch.flights import Flight
 from hvd_quant.torch.reducer import Reducer
 
 
@@ -61,7 +61,7 @@ class Bound:
         Raises:
             ValueError: if it is of another worker or format, and for another number of workers without ``op``; then nothing is changed.
         """
-        self._reducer.load_state_dict(of_this_worker(state, averaged(op), **self._reducer._whose()))
+        self._reducer.load_state_dict(of_this_worker(state, averaged(op), **self._reducer.state.whose()))
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Flight | None]:
         """Start the exchange of a parameter's gradient.

@@ -16,7 +16,7 @@ WORKER = """
 import os, sys, time
 import torch
 import hvd_quant.torch as hvd
-from hvd_quant.torch.exchanges import Cargo
+from hvd_quant.torch.cargo import Cargo
 
 reduce = Cargo.reduce
 

@@ -27,7 +27,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression="{SPEC}")
 
 def kept():
-    slot = optimizer._reducer._slots["weight"]
+    slot = optimizer._reducer.state.slots["weight"]
     return {{"residual": slot.state["residual"].double().sum().item(), "counted": slot.step, "flying": len(optimizer._reducer._flying)}}
 
 def begin(step):

@@ -18,7 +18,7 @@ def elastic(monkeypatch):
 
 
 def kept(optimizer):
-    return {(name, key): value.clone() for name, slot in optimizer._reducer._slots.items() for key, value in slot.state.items()}
+    return {(name, key): value.clone() for name, slot in optimizer._reducer.state.slots.items() for key, value in slot.state.items()}
 
 
 def counts(optimizer):
@@ -30,7 +30,7 @@ def of_a_veteran(spec, **kwargs):
     model = network(seed=RANK)
     optimizer = wrap(model, spec, torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
     if RANK == 0:
-        for slot in optimizer._reducer._slots.values():
+        for slot in optimizer._reducer.state.slots.values():
             slot.step, slot.kept = 7, True
             for value in slot.state.values():
                 value += 0.5

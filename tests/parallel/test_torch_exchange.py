@@ -12,7 +12,7 @@ from hvd_quant import Compression, TensorInfo, get_compressor, registry, wire
 from hvd_quant.exchange import cost, hosts, ranges
 from hvd_quant.ops import torch as ops
 from hvd_quant.torch import network
-from hvd_quant.torch.exchanges import Cargo
+from hvd_quant.torch.cargo import Cargo
 from hvd_quant.torch.reducer import Reducer
 from tests import stress
 from tests.conftest import CODECS, ERROR_FEEDBACK
@@ -126,7 +126,7 @@ def test_sra_is_what_the_specification_says_and_loses_nothing(compressor, op):
             given[name] = given[name] + torch.stack(flats).mean(0)
             received[name] = received[name] + reduced[name].reshape(-1) / factor
     if compressor.memory == "error_feedback":
-        for name, slot in optimizer._reducer._slots.items():
+        for name, slot in optimizer._reducer.state.slots.items():
             whole = torch.zeros(slot.info.numel)
             if "residual" in slot.state:
                 whole += slot.state["residual"] / WORLD
@@ -408,7 +408,7 @@ def test_the_order_of_gradients_is_that_of_one_worker_after_the_first_step():
         optimizer.zero_grad()
         model(torch.ones(4, 64), order).square().mean().backward()
         optimizer.step()
-    planned = [slot.info.name for slot in optimizer._reducer._plan]
+    planned = [slot.info.name for slot in optimizer._reducer.plan.bucket_of]
     assert [int(name.split(".")[1]) for name in planned if "weight" in name] == [1, 3, 0, 2]
     assert len(set(map(tuple, hvd.allgather_object(planned)))) == 1
 
@@ -497,7 +497,7 @@ def test_what_was_kept_goes_along_when_gradients_go_dense(monkeypatch):
     shapes = {"w": (70000,)}
     parameters = weights(shapes)
     optimizer = optimizer_of(parameters, "topk:only_if_faster=true,exchange=sra")
-    optimizer._reducer._slots["w"].resumed = get_compressor("topk:only_if_faster=true,exchange=sra")
+    optimizer._reducer.state.slots["w"].resumed = get_compressor("topk:only_if_faster=true,exchange=sra")
     given = received = 0
     monkeypatch.setattr(network, "costs", lambda workers, compressors, device: network_of(1e-12, 1e-6, {}))
     for i in range(4):
@@ -506,7 +506,7 @@ def test_what_was_kept_goes_along_when_gradients_go_dense(monkeypatch):
         received = received + step(optimizer, parameters, grads)["w"]
         if i == 1:
             assert "sra" in optimizer.compression_stats()["exchanges"]
-            optimizer._reducer._slots["w"].resumed, optimizer._reducer._planned_for = None, None
+            optimizer._reducer.state.slots["w"].resumed, optimizer._reducer.plan.made_for = None, None
     assert list(optimizer.compression_stats()["exchanges"]) == ["dense"]
     assert optimizer.compression_stats(residual_norms=True)["residual_norms"].get("w", 0) == 0
     torch.testing.assert_close(received, given, atol=3e-5, rtol=0)
@@ -521,7 +521,7 @@ def test_the_network_and_the_machine_are_measured():
         model(torch.randn(4, 300, generator=torch.Generator().manual_seed(10 * i + RANK))).square().mean().backward()
         optimizer.step()
     assert_same_everywhere(flat(model))
-    (workers, costs), = optimizer._reducer._costs.items()
+    (workers, costs), = optimizer._reducer.plan.costs.items()
     assert len(set(hvd.allgather_object(str(costs)))) == 1
     for kind in cost.COLLECTIVES:
         sizes, seconds = zip(*costs.collectives[kind])
@@ -568,7 +568,7 @@ def check_hierarchical(compressor, exchange, op):
         assert_same_everywhere(p)
     assert exchange in optimizer.compression_stats()["exchanges"]
     if compressor.stateful and compressor.memory == "error_feedback" and compressor.name != "threshold":
-        for name, slot in optimizer._reducer._slots.items():
+        for name, slot in optimizer._reducer.state.slots.items():
             whole = torch.zeros(slot.info.numel)
             if "residual" in slot.state:
                 whole[slice(*slot.piece)] += slot.state["residual"] / 2

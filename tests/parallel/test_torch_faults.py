@@ -10,7 +10,7 @@ import torch
 
 import hvd_quant.torch as hvd
 from hvd_quant import Compressor, registry, wire
-from hvd_quant.torch.exchanges import Cargo
+from hvd_quant.torch.cargo import Cargo
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, train, wrap
 
 

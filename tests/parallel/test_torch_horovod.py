@@ -200,7 +200,7 @@ def test_horovods_own_functions_and_layers():
 
 
 def test_join_is_refused_where_gradients_are_compressed(monkeypatch):
-    monkeypatch.setattr("hvd_quant.torch.reducer._reducers", set())  # as if there had been no tests before
+    monkeypatch.setattr("hvd_quant.torch.state._states", set())  # as if there had been no tests before
     optimizers = [wrap(network(), compression) for compression in ("none", {"*": "none"}, {"*": "onebit"})]  # all tensors are small
     assert hvd.join() in range(WORLD)
     optimizers.append(wrap(network(), TOPK))

@@ -79,7 +79,7 @@ def test_the_same_as_a_simulation_of_all_workers(compressor, op):
             given[name] += np.mean(flats, axis=0)
             received[name] += own[name].reshape(-1).numpy() / (1 if op == hvd.Average else WORLD)
     if compressor in ERROR_FEEDBACK.values():  # nothing is lost: what arrived and what is still kept is what was given
-        for name, slot in reducer._slots.items():
+        for name, slot in reducer.state.slots.items():
             kept = on_all(slot.state["residual"]).mean(0).numpy() if slot.state else 0
             np.testing.assert_allclose(received[name] + kept, given[name], atol=1e-5)
 
@@ -115,13 +115,13 @@ def test_a_void_step_returns_the_residual(compressor):
     reducer = Reducer([(name, torch.zeros(shape))], lambda _: compressor, hvd.Average, 1.0, hvd.global_process_set)
     generator = torch.Generator().manual_seed(RANK)
     reducer.complete([reducer.start(name, torch.randn(shape, generator=generator))])
-    before = reducer._slots[name].state["residual"].clone()
+    before = reducer.state.slots[name].state["residual"].clone()
     gradient = torch.randn(shape, generator=generator)
     if RANK == 0:
         gradient[[3, 4000]] = float("inf")
     reducer.complete([reducer.start(name, gradient)])
     assert torch.isnan(gradient).all()
-    torch.testing.assert_close(reducer._slots[name].state["residual"], before, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reducer.state.slots[name].state["residual"], before, atol=1e-6, rtol=0)
     assert reducer.stats.void_tensors == 1
 
 

@@ -33,7 +33,7 @@ def exchange(reducer, step, change=lambda name, grad: None):
 
 
 def states(reducer):
-    return {name: {key: value.clone() for key, value in slot.state.items()} for name, slot in reducer._slots.items()}
+    return {name: {key: value.clone() for key, value in slot.state.items()} for name, slot in reducer.state.slots.items()}
 
 
 def assert_same_states(found, expected):
@@ -137,7 +137,7 @@ def test_a_worker_that_can_not_go_on_is_named_by_all(monkeypatch, spec, function
     for state in states(reducer).values():
         if "q" in state:
             assert_same_everywhere(state["q"])
-    everywhere = [slot.step for slot in reducer._slots.values()]
+    everywhere = [slot.step for slot in reducer.state.slots.values()]
     assert hvd.allgather_object(everywhere) == [everywhere] * WORLD
 
 
@@ -169,7 +169,7 @@ def test_workers_that_draw_different_entries_are_told():
     reducer = reducer_of(get_compressor("randomk:min_numel=0"))
     exchange(reducer, 0)
     if RANK == 0:
-        for slot in reducer._slots.values():
+        for slot in reducer.state.slots.values():
             slot.step += 1
     with pytest.raises(wire.PayloadError, match="the workers drew different entries"):
         exchange(reducer, 1)
@@ -206,7 +206,7 @@ def test_what_is_kept_is_given_back_to_a_dense_exchange(monkeypatch):
             reducer.complete([reducer.start("v", grad)])
             received += grad
         torch.testing.assert_close(received, given, atol=2e-5, rtol=0)
-        assert not reducer._slots["v"].state["residual"].any()
+        assert not reducer.state.slots["v"].state["residual"].any()
 
 
 def on_mean(tensor):
@@ -231,7 +231,7 @@ def test_hosts_do_not_matter(monkeypatch):
 def test_the_norms_are_those_of_residuals():
     reducer = reducer_of(get_compressor("powersgd:min_numel=0"))
     exchange(reducer, 0)
-    norm = float(reducer._slots["v"].state["residual"].norm())
+    norm = float(reducer.state.slots["v"].state["residual"].norm())
     assert reducer.residual_norms()["v"] == pytest.approx(norm, rel=1e-5) and norm > 0
 
 

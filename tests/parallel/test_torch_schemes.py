@@ -14,7 +14,7 @@ import hvd_quant.torch as hvd
 from hvd_quant import get_compressor
 from hvd_quant.exchange import hosts
 from hvd_quant.ops import generic
-from hvd_quant.torch import exchanges
+from hvd_quant.torch.cargo import Cargo
 from tests.parallel import simulation
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
@@ -32,7 +32,7 @@ def simulated(scheme, workers=WORLD):
 @pytest.mark.parametrize("scheme, op", simulation.RUNS, ids=lambda x: getattr(x, "spec", x))
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op, monkeypatch):
     """In what is sent, what optimizers get, and what is kept."""
-    encode, payloads = exchanges.Cargo._encode, []
+    encode, payloads = Cargo._encode, []
 
     def encode_and_note(cargo, vector, state, params, info):
         payload = encode(cargo, vector, state, params, info)
@@ -40,7 +40,7 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op, monkeypatch):
             payloads.append((info, payload.numpy().copy(), cargo.compressor))
         return payload
 
-    monkeypatch.setattr(exchanges.Cargo, "_encode", encode_and_note)
+    monkeypatch.setattr(Cargo, "_encode", encode_and_note)
     history, simulations = simulated(scheme)
     factor, op = (1, hvd.Average) if op == "average" else (WORLD, hvd.Sum)
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
@@ -85,7 +85,7 @@ def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
             for name, p in parameters.items():
                 expected = results[name][0]
                 np.testing.assert_allclose(p.grad.view(-1), expected, rtol=0, atol=2e-6 * abs(expected).max())
-        for name, slot in optimizer._reducer._slots.items():
+        for name, slot in optimizer._reducer.state.slots.items():
             whole = simulations[name].states[RANK // 2] | {"owner.residual": simulations[name].owners()}
             for key, value in slot.state.items():
                 place = slice(*(slot.owned if key == "owner.residual" else slot.piece))
@@ -288,7 +288,7 @@ def test_nothing_of_a_gradient_waits(code, merge):
 def test_parameters_that_are_the_same_are_not_sent():
     model, optimizer = wrapped("topk:ratio=0.05")
     train(model, optimizer, range(2))
-    assert not optimizer._reducer.to_average(all=True)
+    assert not optimizer._reducer.state.to_average(all=True)
     assert_same_everywhere(flat(model))
 
 

@@ -11,7 +11,7 @@ from hvd_quant.compressors import OneBit
 from hvd_quant.exchange import cost
 from hvd_quant.exchange.rows import Table
 from hvd_quant.torch import network
-from hvd_quant.torch.exchanges import SparseCargo
+from hvd_quant.torch.rows import SparseCargo
 from tests.parallel.sparse_in_numpy import CODES, ROWS, WIDTH, Workers, given, of_all_rows
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every, flat
 
@@ -181,7 +181,7 @@ def test_steps_of_a_warm_up_go_as_they_are_and_leave_nothing():
 
 def test_what_another_code_has_kept_of_rows_goes_along():
     p, optimizer = optimizer_of(ONEBIT)
-    slot = optimizer._reducer._slots["p"]
+    slot = optimizer._reducer.state.slots["p"]
     slot.state["residual"].fill_(0.5)
     slot.travels = get_compressor("fp16")
     grad, kept = step(p, optimizer, ([RANK], torch.ones(1, WIDTH))), residual(optimizer)
