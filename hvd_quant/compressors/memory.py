@@ -22,10 +22,12 @@ class Prepared(NamedTuple):
     Attributes:
         vector: what is encoded, or sent as it is where nothing is compressed; fp32.
         state: what the state becomes if it is exchanged, by name.
+        spare: an array in the vector's shape that nobody reads once the exchange is over, or None.
     """
 
     vector: Array
     state: dict[str, Array]
+    spare: Array | None = None
 
 
 class Memory:
@@ -55,7 +57,7 @@ class Memory:
         """Before a gradient is exchanged.
 
         Arguments:
-            grad: fp32, shape [numel]; not modified.
+            grad: fp32, shape [numel]; not modified, and where it goes uncompressed, state may become it.
             state: the worker's.
             parameter: the values that the gradient is of, in its shape.
             world: the number of workers.
@@ -70,7 +72,7 @@ class Memory:
         Arguments:
             kept: of what :meth:`prepare` returned.
             sent: what this worker's own payload decodes to; None where it went uncompressed.
-            mean: what all workers' payloads decode to, on average.
+            mean: what all workers' payloads decode to, on average. Memory of both is used for what is returned.
         """
         return mean, kept
 
@@ -104,14 +106,17 @@ class MomentumCorrection(Memory):
         if self._clip_norm:
             grad = ops.clip_norm(grad, self._clip_norm, world)
         if self._weight_decay:
-            grad = grad + self._weight_decay * parameter
+            decayed = self._weight_decay * parameter
+            decayed += grad
+            grad = decayed
+        before = state["velocity"]
         if not self._nesterov:
-            u = self._momentum * state["velocity"]
+            u = self._momentum * before
             u += grad
-            return Prepared(u, {"velocity": u})
-        u = state["velocity"] + grad
+            return Prepared(u, {"velocity": u}, spare=before)
+        u = before + grad
         u *= self._momentum
-        return Prepared(u + grad, {"velocity": u})
+        return Prepared(u + grad, {"velocity": u}, spare=before)
 
     def settle(self, ops, state, kept, sent, mean):
         if sent is not None and self._sparse:
@@ -149,13 +154,17 @@ class EF21(Memory):
         if self._eta < 1:
             w = ops.moving_average(state["average"], grad, self._eta)
             kept["average"] = w
-        return Prepared(w, {**kept, "estimate": ops.copy(w)}) if dense else Prepared(w - state["estimate"], kept)
+        if dense:
+            return Prepared(w, {**kept, "estimate": w})
+        difference = w - state["estimate"]
+        return Prepared(difference, kept, spare=difference)
 
     def settle(self, ops, state, kept, sent, mean):
         if sent is None:
             return mean, {**kept, "mean": mean}
-        mean = state["mean"] + mean
-        return mean, {**kept, "estimate": state["estimate"] + sent, "mean": mean}
+        sent += state["estimate"]
+        mean += state["mean"]
+        return mean, {**kept, "estimate": sent, "mean": mean}
 
 
 @functools.cache

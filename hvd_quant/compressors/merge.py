@@ -27,7 +27,7 @@ Array = Any
 
 
 def local_part(merge: str, gradient: Array, sent: Array | None, kept: Array, factor: float) -> Array:
-    """What is added to the reduced gradient, fp32, in the shape of the arguments; a new array.
+    """What is added to the reduced gradient, fp32, in the shape of the arguments; a new array, or in memory of ``sent``.
 
     Arguments:
         merge: "sum", "replace" or "error".
@@ -36,5 +36,10 @@ def local_part(merge: str, gradient: Array, sent: Array | None, kept: Array, fac
         kept: e, after S was sent.
         factor: f.
     """
-    part = {"sum": lambda: gradient, "replace": lambda: gradient - sent, "error": lambda: kept}[merge]()
-    return part * factor
+    if merge != "replace":
+        return {"sum": gradient, "error": kept}[merge] * factor
+    part = sent
+    part *= -1
+    part += gradient
+    part *= factor
+    return part

@@ -1,7 +1,8 @@
-"""What all codes in array operations start from: random numbers, copies, and a NumPy that is quiet."""
+"""What all codes in array operations start from: random numbers, copies, stretches, and a NumPy that is quiet."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ def quiet() -> np.errstate:
 def copy(x: Array) -> Array:
     """x in memory of its own."""
     return array_namespace(x).asarray(x, copy=True)
+
+
+_STRETCH = 2**18
+"""Entries that are worked on together on the host, so that what is made of them stays in the cache."""
+
+
+def stretches(x: Array) -> list[slice]:
+    """Entries of a vector, or rows of a matrix, that are worked on together."""
+    length, columns = x.shape[0], math.prod(x.shape[1:])
+    each = max(1, _STRETCH // max(1, columns) if str(device(x)) == "cpu" else length)
+    return [slice(first, first + each) for first in range(0, length, each)]
 
 
 def noise(numel: int, like: Array, stream: int, first: int, step: int, rank: int, phase: int) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
-from hvd_quant.ops.arrays import Array, copy, noise, quiet  # noqa: F401
+from hvd_quant.ops.arrays import Array, copy, noise, quiet, stretches  # noqa: F401
 from hvd_quant.ops.layout import (  # noqa: F401
     BLOCK, GROUP, TOPK_BITS, UNIT, dynamic_code, fields_body_bytes, onebit_body_bytes, sample_size, slots_for, sparse_body_bytes,
     topk_levels, units_of)
@@ -179,13 +179,18 @@ def clip_norm(grad: Array, limit: float, world: int) -> Array:
 def moving_average(average: Array, x: Array, eta: float) -> Array:
     """(1 - eta) average + eta x, or x while there is no average but zeros; in memory of its own."""
     xp = array_namespace(x)
-    return xp.where(xp.any(average != 0), (1 - eta) * average + eta * x, x)
+    begun, out = xp.any(average != 0), xp.empty_like(x)
+    for part in stretches(x):
+        out[part] = xp.where(begun, (1 - eta) * average[part] + eta * x[part], x[part])
+    return out
 
 
 def zero_where(sent: Array, x: Array) -> Array:
-    """x, and 0 where ``sent`` isn't."""
+    """x, and 0 where ``sent`` isn't, in memory of ``sent``."""
     xp = array_namespace(x)
-    return xp.where(sent != 0, xp.zeros_like(x), x)
+    for part in stretches(x):
+        sent[part] = xp.where(sent[part] != 0, xp.zeros_like(x[part]), x[part])
+    return sent
 
 
 def new_vector(numel: int, like: Array) -> Array:

@@ -11,17 +11,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, size
 
 from hvd_quant import wire
-from hvd_quant.ops.arrays import Array, noise, quiet
-
-_STRETCH = 2**18
-"""Entries that are worked on together on the host, so that what is made of them stays in the cache."""
-
-
-def _stretches(matrix: Array) -> list[slice]:
-    """Rows that are worked on together."""
-    rows, columns = matrix.shape
-    each = max(1, _STRETCH // max(1, columns) if str(device(matrix)) == "cpu" else rows)
-    return [slice(first, first + each) for first in range(0, rows, each)]
+from hvd_quant.ops.arrays import Array, noise, quiet, stretches
 
 
 def _counts(total: Array, out: Array) -> bool:
@@ -70,7 +60,7 @@ def _all_finite(grad: Array, residual: Array | None) -> Array:
     xp = array_namespace(grad)
     g, e = xp.reshape(grad, (-1, 1)), None if residual is None else xp.reshape(residual, (-1, 1))
     largest = xp.zeros((), dtype=xp.float32, device=device(grad))
-    for rows in _stretches(g):  # a NaN is the largest of all
+    for rows in stretches(g):  # a NaN is the largest of all
         largest = xp.maximum(largest, xp.max(xp.abs(g[rows] if e is None else g[rows] + e[rows])))
     return xp.isfinite(largest)
 
@@ -139,7 +129,7 @@ def powersgd_left(matrix: Matrix, q: Array) -> Array:
     xp = array_namespace(q)
     p = xp.empty((matrix.grad.shape[0], q.shape[0]), dtype=xp.float32, device=device(q))
     with quiet():
-        for rows in _stretches(matrix.grad):
+        for rows in stretches(matrix.grad):
             p[rows] = matrix.rows(rows) @ q.T
     return p
 
@@ -149,7 +139,7 @@ def powersgd_right(matrix: Matrix, p: Array) -> Array:
     xp = array_namespace(p)
     q = xp.zeros((p.shape[1], matrix.grad.shape[1]), dtype=xp.float32, device=device(p))
     with quiet():
-        for rows in _stretches(matrix.grad):
+        for rows in stretches(matrix.grad):
             q += p[rows].T @ matrix.rows(rows)
     return q
 
@@ -206,7 +196,7 @@ def powersgd_decode(total: Array, own: Array, p: Array, matrix: Matrix, kept: Ar
     mean = total / world
     kept[:] = xp.reshape(mean, (-1,))
     result, (left, right) = xp.reshape(out, matrix.grad.shape), exact_factors(p, mean)
-    for rows in _stretches(matrix.grad):
+    for rows in stretches(matrix.grad):
         if matrix.residual is not None:
             residual = matrix.residual[rows]
             residual += matrix.grad[rows]

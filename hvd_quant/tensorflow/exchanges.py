@@ -89,7 +89,7 @@ class Cargo:
         if "estimate" in self._state:
             # What an owner has kept is missing from the mean that all have summed up, as if its estimate were that much smaller.
             self._state["estimate"] = self._with_what_is_left(self._state["estimate"], -1)
-        vector, self._kept = self.memory.prepare(ops, self.flat, self._state, parameter, self.info.world, dense)
+        vector, self._kept, _ = self.memory.prepare(ops, self.flat, self._state, parameter, self.info.world, dense)
         return vector if "estimate" in self._state else self._with_what_is_left(vector)
 
     def _with_what_is_left(self, vector: tf.Tensor, sign: int = 1) -> tf.Tensor:

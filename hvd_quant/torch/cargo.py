@@ -40,6 +40,7 @@ class Cargo:
         self.memory = memory.of(slot.compressor.scaled(scale))
         self._had_kept = slot.kept
         self._kept: dict[str, torch.Tensor] = {}  # what becomes of the state once the exchange is over
+        self._spare: torch.Tensor | None = None  # memory that is free by then
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # of state that only the code knows, what it was
         self._encoded: list[Encoded] = []
         self._own: list[Encoded] = []  # of those, what was encoded of this worker's own gradient
@@ -127,7 +128,7 @@ class Cargo:
 
     def _prepared(self, flat: torch.Tensor, world: int, dense: bool = False) -> torch.Tensor:
         parameter = self.slot.parameter.detach().reshape(-1).float() if self.memory.active else None
-        vector, self._kept = self.memory.prepare(ops, flat, self.slot.worker_state, parameter, world, dense)
+        vector, self._kept, self._spare = self.memory.prepare(ops, flat, self.slot.worker_state, parameter, world, dense)
         return vector
 
     def _settle(self, sent: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ class Cargo:
             return None
         kept, sent = self.slot.state["residual"], None
         if merge == "replace":
-            sent = self._sent() if gradient is None else gradient + before - kept
+            sent = self._sent() if gradient is None else (gradient + before).sub_(kept)
         part = local_part(merge, self.flat if gradient is None else gradient, sent, kept, factor)
         if merge == "error":
             kept.zero_()
@@ -281,13 +282,11 @@ class Cargo:
     def settle(self) -> None:
         """Let the state become what follows from the mean, which ``flat`` holds, and the mean what memory makes of it."""
         if self.memory.active:
-            mean = self._settle(self._sent(), self.flat)
-            if mean is not self.flat:
-                self.flat.copy_(mean)
+            self.flat = self._settle(self._sent(self._spare), self.flat)
 
-    def _sent(self) -> torch.Tensor:
-        """What this worker's own payloads decode to."""
-        sent = ops.new_vector(self.info.numel, self.flat)
+    def _sent(self, sent: torch.Tensor | None = None) -> torch.Tensor:
+        """What this worker's own payloads decode to, in memory that may be given."""
+        sent = ops.new_vector(self.info.numel, self.flat) if sent is None else sent
         for one in self._own:
             self.compressor.decode_sum(ops, [ops.without_flags(one.payload)], one.info, sent[slice(*one.info.range)])
         return sent
