@@ -21,7 +21,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: demo test docs lint package-check reproduce reproduce-full fuzz sanitize stress threads clean
+.PHONY: demo test docs lint package-check reproduce reproduce-full fuzz coverage sanitize stress threads clean
 
 demo: $(DONE)/package $(DONE)/horovod
 	@$(BIN)/python examples/pytorch/demo.py
@@ -51,6 +51,11 @@ fuzz:
 
 threads:
 	@tests/native/run threads $(SECONDS)
+
+# The lines that no test runs, of the package (all tests, also in their workers: an hour and more) and of its kernels.
+coverage: $(DONE)/package $(DONE)/horovod
+	@tests/coverage/run python
+	tests/coverage/run kernels
 
 sanitize: $(DONE)/package
 	@tests/sanitize/run

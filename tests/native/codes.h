@@ -88,6 +88,13 @@ inline std::vector<Coder> coders() {
           cast(Cast::float32, "none"), cast(Cast::float16, "fp16"), cast(Cast::bfloat16, "bf16")};
 }
 
+inline std::vector<Coder> settings_of(const std::string& name) {
+  std::vector<Coder> found;
+  for (const Coder& coder : coders())
+    if (coder.name == name) found.push_back(coder);
+  return found;
+}
+
 // A vector of standard normal numbers, about: sums of four uniform ones.
 inline std::vector<float> normal(int64_t numel, uint64_t seed) {
   std::vector<float> v(numel);

@@ -1,14 +1,12 @@
 // Any bytes, given to a code's decoder as payloads: an error or a sum, the same every time, and no byte read or written that
 // isn't theirs. libFuzzer's target, for one compressor in all its settings:
 //
-//   HVD_QUANT_FUZZED=topk fuzz CORPUS        fuzz --seeds FOLDER [NUMEL ...]: valid inputs of all compressors
+//   HVD_QUANT_FUZZED=topk fuzz CORPUS
 //
 // An input is a head of 8 bytes (number of entries in 3, which of the code's settings, how many good payloads come after the
 // bad one, whether the header is made to fit, SIMD levels being chosen by HVD_QUANT_SIMD), then a payload.
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <memory>
 
 #include "codes.h"
@@ -18,13 +16,6 @@ using namespace hvd_quant;
 namespace {
 
 constexpr int64_t kHead = 8, kMostEntries = 3 * kUnit;
-
-std::vector<Coder> settings_of(const std::string& name) {
-  std::vector<Coder> found;
-  for (const Coder& coder : coders())
-    if (coder.name == name) found.push_back(coder);
-  return found;
-}
 
 [[noreturn]] void complain(const char* what) {
   std::fprintf(stderr, "%s\n", what);
@@ -49,27 +40,6 @@ std::string outcome(const Coder& coder, const std::vector<Bytes>& payloads, int6
 }
 
 }  // namespace
-
-extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
-  if (*count < 3 || std::string((*arguments)[1]) != "--seeds") return 0;
-  const std::filesystem::path folder = (*arguments)[2];
-  for (const char* name : {"onebit", "signsgd", "qsgd", "terngrad", "natural", "blockwise8", "threshold", "adaptive", "topk", "none",
-                           "fp16", "bf16"}) {
-    std::filesystem::create_directories(folder / name);
-    const std::vector<Coder> settings = settings_of(name);
-    for (size_t i = 0; i < settings.size(); ++i)
-      for (int at = 3; at < *count; ++at) {
-        const int64_t numel = std::atoll((*arguments)[at]);
-        std::vector<float> g = normal(numel, 1 + i), e(numel);
-        const std::vector<uint8_t> payload = settings[i].encode(g.data(), e.data(), numel, Parallel());
-        const uint8_t head[kHead] = {uint8_t(numel), uint8_t(numel >> 8), uint8_t(numel >> 16), uint8_t(i), 1, 1, 0, 0};
-        std::ofstream file(folder / name / (std::to_string(i) + "-" + std::to_string(numel)), std::ios::binary);
-        file.write(reinterpret_cast<const char*>(head), kHead);
-        file.write(reinterpret_cast<const char*>(payload.data()), std::streamsize(payload.size()));
-      }
-  }
-  std::exit(0);
-}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const std::vector<Coder> settings = [] {

@@ -3,16 +3,36 @@
 HVD_QUANT_TEST_WORKER says what kind of launch it is, HVD_QUANT_TEST_FRAMEWORK whose Horovod it runs: a process can start one.
 """
 
+import functools
 import os
+import sys
+import threading
 import time
 
 import pytest
+
+
+def traced(make):
+    """``tf.numpy_function`` or its like, whose function coverage.py sees in TensorFlow's threads too; from Python 3.12 on it would."""
+    def made(function, *arguments, **keywords):
+        @functools.wraps(function)
+        def call(*inputs):
+            if sys.gettrace() is None:
+                sys.settrace(threading.gettrace())
+            return function(*inputs)
+        return make(call, *arguments, **keywords)
+    return made
+
 
 if "HVD_QUANT_TEST_WORKER" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 else:
     if os.environ.get("HVD_QUANT_TEST_FRAMEWORK") == "tensorflow":
         import horovod.tensorflow as horovod
+        import tensorflow as tf
+
+        if threading.gettrace():
+            tf.numpy_function, tf.py_function = traced(tf.numpy_function), traced(tf.py_function)
     else:
         import horovod.torch as horovod
 
