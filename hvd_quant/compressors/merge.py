@@ -38,7 +38,7 @@ def local_part(merge: str, gradient: Array, sent: Array | None, kept: Array, fac
     """
     if merge != "replace":
         return {"sum": gradient, "error": kept}[merge] * factor
-    part = sent
+    part: Array = sent
     part *= -1
     part += gradient
     part *= factor

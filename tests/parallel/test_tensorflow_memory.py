@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
-from tests.parallel.memory import allocated
+from tests.parallel.allocation import allocated
 
 SPECS = {"a": "onebit:exchange=sra", "b": "topk:ratio=0.1", "c": "powersgd", "d": "qsgd:exchange=allgather"}
 PAYLOAD = 256 * 512 // 8  # bytes, that of onebit

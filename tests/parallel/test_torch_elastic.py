@@ -5,7 +5,7 @@ import torch
 from horovod.torch import mpi_ops
 
 import hvd_quant.torch as hvd
-from tests.parallel.memory import allocated
+from tests.parallel.allocation import allocated
 from tests.parallel.torch_workers import RANK, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
 COUNTED = ["onebit:warmup=2", "topk:schedule=dgc", "topk:merge=sum", "onebit:average_every=9", "onebit:memory=ef21", "randomk",

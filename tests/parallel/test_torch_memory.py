@@ -1,9 +1,17 @@
-"""Memory doesn't grow with the number of steps."""
+"""Memory at a step's peak is what docs/reliability.md says, and doesn't grow with the number of steps."""
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
-from tests.parallel.memory import allocated
-from tests.parallel.torch_workers import wrap
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import memory  # noqa: E402
+
+from tests.parallel.allocation import allocated  # noqa: E402
+from tests.parallel.torch_workers import wrap  # noqa: E402
 
 SPECS = {"a": "onebit:exchange=sra", "b": "topk:ratio=0.1"}
 PAYLOAD = 256 * 256 // 8  # bytes, the smaller one's
@@ -24,3 +32,11 @@ def test_a_thousand_steps_take_no_more_memory_than_three_hundred():
             seen.append(allocated())
     assert optimizer.compression_stats()["void_tensors"] == 20 and not optimizer._reducer._flying
     assert seen[1] - seen[0] < 699 * PAYLOAD / 4, seen
+
+
+@pytest.mark.parametrize("number, spec, kept, peak", [
+    (1, "onebit", 1, 1.2), (2, "topk", 1, 1.16), (3, "topk:momentum=0.9", 2, 3.36), (4, "topk:memory=ef21", 2, 3.4),
+    (5, "topk:memory=ef21,eta=0.5", 3, 5.59), (6, "topk:merge=replace", 1, 2.4)])
+def test_the_peak_of_a_step(number, spec, kept, peak):
+    found = memory.measure_torch(spec, 2**23, number)
+    assert found[0] == pytest.approx(kept, abs=0.02) and found[1] < peak + 0.5  # where a copy more would be 1

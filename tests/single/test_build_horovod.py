@@ -234,6 +234,15 @@ def test_switches_leave_a_framework_out(machine, monkeypatch, variable, name):
     assert f"HOROVOD_WITH_{name}" not in environment
 
 
+def test_frameworks_that_are_not_installed_have_no_version(monkeypatch):
+    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    monkeypatch.setattr(program.importlib.metadata, "packages_distributions", lambda: {"tensorflow": ["numpy"]})
+    assert program.torch_versions() == (None, None)
+    assert program.tensorflow_version() == program.importlib.metadata.version("numpy")  # of whatever distribution has it
+    monkeypatch.setattr(program.importlib.metadata, "packages_distributions", dict)
+    assert program.tensorflow_version() is None
+
+
 def test_torchs_versions_are_those_it_tells_itself():
     torch = pytest.importorskip("torch")
     assert program.torch_versions() == (torch.__version__, torch.version.cuda)
@@ -330,6 +339,26 @@ def test_a_wheel_is_built_once(machine, sdist, monkeypatch):
     assert [path.name for path in Path(result["wheel"]).parent.iterdir() if path.is_dir()] == []
 
 
+def test_sources_are_downloaded_once_and_checked(machine, sdist, monkeypatch):
+    calls = use_pip(monkeypatch, machine, f"""
+import shutil, sys
+if sys.argv[1] == "download":
+    shutil.copy({str(sdist)!r}, sys.argv[sys.argv.index("--dest") + 1])
+{FAKE_PIP}""".replace('if sys.argv[1] == "install"', 'if sys.argv[1] in ("download", "install")'))
+    for _ in range(2):
+        result = run("--no-install", "--force")
+        assert result.exit_code == 0, result.output
+    assert [call.split()[0] for call in calls.read_text().splitlines()] == ["download", "wheel", "wheel"]
+    monkeypatch.setattr(program, "SHA256", "0" * 64)  # what is kept may be damaged
+    assert "is not Horovod" in run("--no-install", "--force").output
+
+
+def test_a_build_without_cmake_says_so(machine, monkeypatch):
+    (machine / "bin" / "cmake").unlink()
+    monkeypatch.setattr(program.sysconfig, "get_path", lambda name: str(machine / "nowhere"))
+    assert "Horovod's build needs CMake: pip install cmake" in run("--dry-run").output
+
+
 def test_a_wheel_is_installed_once_and_tried_each_time(machine, sdist, monkeypatch):
     calls = use_pip(monkeypatch, machine, FAKE_PIP)
     monkeypatch.setattr(program, "import_command", lambda target, framework: [sys.executable, "-c", "print('tried')"])
@@ -362,6 +391,23 @@ def test_a_wheel_is_known_by_its_contents(tmp_path, monkeypatch):
     assert program.is_installed(wheel)
     write(wheel, "built again")
     assert not program.is_installed(wheel)
+
+    def missing(name):
+        raise program.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(program.importlib.metadata, "distribution", missing)
+    assert not program.is_installed(wheel)
+
+
+def test_what_is_tried_is_what_was_built(machine):
+    """As Horovod tells it: a stand-in that has Gloo alone."""
+    write(machine / "horovod" / "__init__.py")
+    write(machine / "horovod" / "torch.py", "gloo_built = lambda: 1\nmpi_built = nccl_built = lambda: 0\n")
+    target = program.make_plan(os.environ).target
+    for mpi, code in ((None, 0), ("Open MPI 4", 1)):
+        command = program.import_command(dataclasses.replace(target, mpi=mpi), "torch")
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(machine)}, capture_output=True, text=True)
+        assert done.returncode == code and ("wanted: {'gloo': True, 'mpi': True" in done.stderr) == bool(code), done.stderr
 
 
 def test_a_failure_shows_the_end_of_the_log_and_a_hint(machine, sdist, monkeypatch):

@@ -326,6 +326,25 @@ def test_kernels_are_timed():
     assert {"onebit encode", "topk 1 % decode_sum of 4"} <= set(one["rows"]) and all(row["ms"] > 0 for row in one["rows"].values())
 
 
+def test_kernels_are_compared_with_their_limits():
+    pytest.importorskip("torch")
+    shown = run("bench", "kernels", "--entries", 4096, "--rounds", 2)
+    assert "4096 fp32 entries, 1 thread(s), 2 rounds" in shown and "of reading" in shown and "times PyTorch's" not in shown
+
+
+def test_kernels_of_tensorflow_are_compared_with_pytorchs():
+    pytest.importorskip("torch")
+    tf = pytest.importorskip("tensorflow")
+    from hvd_quant.cli import kernels
+
+    rows = kernels.Bench(4096, tf).rows(baseline=True)
+    figures = kernels.summary(kernels.measure(rows, 2, kernels.clock(1)))
+    assert figures[kernels.BASELINE]["topk_speedup"] > 0
+    assert {name.removesuffix(kernels.IN_TENSORFLOW) for name in figures if name.endswith(kernels.IN_TENSORFLOW)} == {
+        f"{name} {what}" for name in kernels.NAMES for what in ("encode", f"decode_sum of {kernels.WORKERS}")}
+    assert "times PyTorch's" in [column.header for column in kernels.table(figures, 4096, "").columns]
+
+
 def test_one_worker_has_nothing_to_exchange(monkeypatch):
     alone = SimpleNamespace(init=lambda: None, size=lambda: 1)
     monkeypatch.setattr("hvd_quant.cli.bench.frontend", lambda: (alone, None))

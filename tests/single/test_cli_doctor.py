@@ -121,6 +121,22 @@ def test_of_several_networks_the_fastest_is_named(machine):
     assert one["fix"] == "horovodrun --network-interface ib0 ..."
 
 
+def test_a_network_that_tells_little(machine):
+    (machine.folder / "net" / "eth0" / "speed").unlink()
+    interface(machine.folder, "eth1")
+    (machine.folder / "net" / "eth1" / "type").write_text("what?\n")
+    assert diagnosis()["network"]["found"] == "eth0 (speed unknown)"
+
+
+def test_memory_is_kept_where_malloc_is_told_to(machine, monkeypatch):
+    assert diagnosis()["memory"]["fix"] == "export " + " ".join(f"{name}={value}" for name, value in doctor.MALLOC.items())
+    for name, value in doctor.MALLOC.items():
+        monkeypatch.setenv(name, str(value))
+    assert diagnosis()["memory"]["found"] == "freed memory stays in the process"
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert diagnosis()["memory"]["found"] == "malloc isn't glibc's"
+
+
 def test_a_machine_without_a_network(machine, monkeypatch):
     monkeypatch.setattr(doctor.network, "__defaults__", (machine.folder / "nowhere",))
     assert diagnosis()["network"]["status"] == "warning"

@@ -1,6 +1,5 @@
 """Damaged and hostile payloads: a clear error or, where they are well-formed all the same, what the specification decodes."""
 
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.single.codes import FUZZED, Codec, mutations, normal  # noqa: E402
 
 MUTATIONS = 10_000  # a codec
 COMPARED = 15  # every 15th of those that reach the body is decoded by the specification too, which takes a hundred times longer
-NATIVE = Path(__file__).parents[1] / "native"
+CORPUS = Path(__file__).parents[1] / "native" / "corpus"
 SETTINGS = {  # those of tests/native/codes.h, in its order
     "onebit": [Codec("onebit", block_size=128), Codec("onebit", block_size=2048, zeros=True)],
     "signsgd": [Codec("signsgd", block_size=128, zeros=True), Codec("signsgd", block_size=2048)],
@@ -59,7 +58,7 @@ def test_mutated_payloads(codec):
 
 def kept(name):
     """Codec, payloads and number of entries of each input in tests/native/corpus, as tests/native/fuzz.cc reads it."""
-    data = (NATIVE / "corpus" / name).read_bytes()
+    data = (CORPUS / name).read_bytes()
     while data:
         length = 4 + int.from_bytes(data[:4], "little")
         head, payload, data = data[4:length][:8], np.frombuffer(data[4:length][8:], np.uint8).copy(), data[length:]
@@ -82,12 +81,3 @@ def test_what_the_fuzzer_has_kept_decodes_as_specified(name):
         assert found == outcome(codec, generic, payloads, numel)
         refused, total = refused + isinstance(found, str), total + 1
     assert 0 < refused < total
-
-
-def test_what_the_fuzzer_has_kept_is_decoded_under_sanitizers():
-    run = subprocess.run([NATIVE / "run", "decode"], capture_output=True, text=True)
-    if run.returncode and "-fsanitize" in run.stderr or "cannot find -lasan" in run.stderr:
-        pytest.skip("the compiler has no sanitizers")
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert [line.split(":")[0] for line in run.stdout.splitlines()] == sorted(SETTINGS)
-    assert sum(file.stat().st_size for file in (NATIVE / "corpus").iterdir()) < 500_000

@@ -27,6 +27,29 @@ def test_all_compressors_are_listed():
     assert dir(Compression) == BUILT_IN
 
 
+def test_what_is_ready_to_use():
+    assert Compression.none.spec == "none" and Compression.auto == get_compressor("auto")
+    with pytest.raises(AttributeError):
+        Compression.zip  # noqa: B018
+
+
+def test_horovods_own_compression_is_taken_as_it_is():
+    class Own:
+        compress = decompress = staticmethod(lambda *arguments: arguments)
+
+    assert registry.resolve(Own) is Own
+
+
+@pytest.mark.parametrize("parameters, sentence", [
+    ([], "bind was given no parameters"),
+    (type("Net", (), {"trainable_variables": []})(), "bind was given a model, a Net"),
+    ([("weight", 1.0)], "a PyTorch tensor or a TensorFlow tensor or variable is expected, not a builtins.float"),
+])
+def test_what_can_not_be_bound(parameters, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        get_compressor("onebit").bind(parameters)
+
+
 def test_importing_brings_no_framework():
     code = "import sys, hvd_quant; print([m for m in ('torch', 'tensorflow', 'horovod') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -87,6 +87,11 @@ def test_a_failed_worker_is_quoted(reason):
         wire.check(payload[:-8], "topk", 5, 16)
 
 
+def test_a_failure_may_be_damaged_itself():
+    assert wire.failure_of(bytes(wire.HEADER_BYTES + 4)) == (-1, "its reason is damaged")
+    assert "its reason is damaged" in wire.failure_message(bytes(wire.HEADER_BYTES))
+
+
 def test_split_by_headers(payload):
     short, long = wire.failure("topk", 5, 1, "no"), wire.failure("topk", 5, 1, "n" * 9)
     assert payload.size == short.size == long.size - 8
