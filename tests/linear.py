@@ -20,21 +20,23 @@ class RandomK:
     def __init__(self, compressor, name, shape, world):
         self.compressor, self.name, self.numel, self.step = compressor, name, int(np.prod(shape)), 0
         self.residuals = [np.zeros(self.numel, np.float32) for _ in range(world)]
+        self.sent = []  # by worker, in the last step: what each round adds up
 
     def reduce(self, gradients):
         """The mean gradient."""
         count = int(np.ceil(self.compressor.ratio * self.numel))
         index = drawn(self.compressor.seed, self.name, self.step, self.numel, count)
         self.step += 1
-        total = np.zeros(count, np.float32)
+        self.sent, total = [], np.zeros(count, np.float32)
         for worker, g in enumerate(gradients):
             v = g.ravel() + self.residuals[worker]
             if self.compressor.memory == "error_feedback":
-                total += v[index]
+                self.sent.append([v[index]])
                 v[index] = 0
                 self.residuals[worker] = v
             else:
-                total += v[index] * np.float32(self.numel / count)
+                self.sent.append([v[index] * np.float32(self.numel / count)])
+            total += self.sent[-1][0]
         mean = np.zeros(self.numel, np.float32)
         mean[index] = total / len(gradients)
         return mean
@@ -44,22 +46,26 @@ class RandomK:
 
 
 class PowerSGD:
-    """As the paper's algorithm, in float64."""
+    """As the paper's algorithm, in float64. Columns of Q have a largest entry of 1, which no result depends on."""
 
     def __init__(self, compressor, name, shape, world):
         self.compressor, self.shape = compressor, (shape[0], int(np.prod(shape[1:])))
         random = np.random.Generator(np.random.Philox(key=stream_of(compressor.seed, name)))
         self.q = random.standard_normal((compressor.rank, self.shape[1]), np.float32).astype(np.float64).T
         self.residuals = [np.zeros(self.shape) for _ in range(world)]
+        self.sent = []  # by worker, in the last step: what each round adds up
 
     def reduce(self, gradients):
         """The mean gradient."""
         matrices = [g.reshape(self.shape) + e for g, e in zip(gradients, self.residuals)]
-        p = np.mean([m @ self.q for m in matrices], axis=0)
+        q = self.q / abs(self.q).max(axis=0) if self.sent else self.q
+        sent = [m @ q for m in matrices]
+        p = np.mean(sent, axis=0)
         for i in range(self.compressor.rank):
             p[:, i] /= np.linalg.norm(p[:, i])
             p[:, i + 1:] -= np.outer(p[:, i], p[:, i] @ p[:, i + 1:])
         own = [m.T @ p for m in matrices]
+        self.sent = [[left.ravel(), right.T.ravel()] for left, right in zip(sent, own)]
         self.q = np.mean(own, axis=0)
         if self.compressor.memory == "error_feedback":
             self.residuals = [m - p @ q.T for m, q in zip(matrices, own)]
@@ -72,6 +78,27 @@ class PowerSGD:
 
 def simulation(compressor, name, shape, world):
     return {"randomk": RandomK, "powersgd": PowerSGD}[compressor.name](compressor, name, shape, world)
+
+
+def noting(rounds, note):
+    """A code's rounds, of which ``note`` is given a tensor's name and what this worker adds."""
+    def noted(*arguments):
+        code, info = rounds(*arguments), arguments[4]
+        try:
+            vector = next(code)
+            while True:
+                note(info.name, vector)
+                vector = code.send((yield vector))
+        except StopIteration as end:
+            return end.value
+
+    return noted
+
+
+def assert_sent(simulated, worker, vectors):
+    """That a worker adds what the formulas say; random-k two numbers more, by which workers see that they drew the same."""
+    for vector, expected in zip(vectors, simulated.sent[worker], strict=True):
+        assert_close(simulated.compressor, vector[:-2] if simulated.compressor.name == "randomk" else vector, expected)
 
 
 def results(simulated, gradients):

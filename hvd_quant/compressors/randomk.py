@@ -21,7 +21,7 @@ class RandomK(Compressor):
     others leave e = v. With ``memory="none"`` they are sent as v * N / k, so that the mean is unbiased.
 
     Names and numbers of exchanges have to be the same on all workers, which all of them are told where they aren't. In elastic jobs
-    it needs Keras, whose ``KerasState`` gives a worker that joins the others' numbers.
+    a worker that joins gets the others' numbers from ``hvd.elastic.TorchState`` or ``KerasState``, without which random-k is refused.
 
     Source: Stich, Cordonnier, Jaggi 2018 (sparsified SGD with memory); Wangni, Wang, Liu, Zhang 2018 (unbiased).
 

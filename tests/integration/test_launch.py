@@ -20,7 +20,7 @@ LAUNCHES = {
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efhm]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!am]*", {}),
     "tensorflow-4": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[at]*", {}),
-    "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[es]*", {}),
+    "tensorflow-4-exchanges": ("tensorflow", "gloo", 4, "mixed", "tensorflow_[els]*", {}),
     "keras": ("tensorflow", "gloo", 2, "same", "keras_*", {}),
     "keras-4": ("tensorflow", "gloo", 4, "mixed", "keras_a*", {}),
     "tf_keras": ("tensorflow", "gloo", 2, "same", "keras_[aclm]*", {"TF_USE_LEGACY_KERAS": "1"}),

@@ -1,9 +1,11 @@
-"""Model averaging of all workers in one process, written from the formulas: local SGD on a linear layer, mean differences, an
-outer SGD with Nesterov momentum, and 1-bit codes with error feedback."""
+"""Model averaging of all workers in one process, written from the formulas: local SGD or AdamW on a linear layer, mean
+differences, an outer SGD with Nesterov momentum, and 1-bit codes with error feedback."""
 
 import numpy as np
 
 INPUTS, OUTPUTS, BATCH, BLOCK = 30, 40, 8, 128
+DECAY, EPSILON = 0.01, 1e-15
+"""Of AdamW; the second is so small that it doesn't matter where it is added."""
 
 
 def weight():
@@ -33,17 +35,32 @@ def onebit(v):
     return decoded
 
 
-def simulate(world, steps, every, lr=0.5, momentum=0.0, outer=(1.0, 0.0), average_momentum=False, compressed=False):
+def averagings(every, steps):
+    """The steps after which the workers average."""
+    found, step = [], 0
+    while (step := step + (every(step) if callable(every) else every)) <= steps:
+        found.append(step)
+    return found
+
+
+def simulate(world, steps, every, lr=0.5, momentum=0.0, adamw=False, outer=(1.0, 0.0), average_momentum=False, compressed=False):
     """Each worker's weight after so many steps."""
     theta = [weight() for _ in range(world)]
-    velocity = [np.zeros_like(w) for w in theta]
+    velocity, squares = ([np.zeros_like(w) for w in theta] for _ in range(2))
     residual = [np.zeros(w.size, np.float32) for w in theta]
     anchor, outer_velocity = weight(), np.zeros((OUTPUTS, INPUTS))
     for step in range(steps):
         for rank in range(world):
-            velocity[rank] = momentum * velocity[rank] + gradient(theta[rank], step, rank)
-            theta[rank] = theta[rank] - lr * velocity[rank]
-        if (step + 1) % every:
+            g = gradient(theta[rank], step, rank)
+            if adamw:
+                velocity[rank] = 0.9 * velocity[rank] + 0.1 * g
+                squares[rank] = 0.999 * squares[rank] + 0.001 * g**2
+                mean, square = velocity[rank] / (1 - 0.9 ** (step + 1)), squares[rank] / (1 - 0.999 ** (step + 1))
+                theta[rank] = (1 - lr * DECAY) * theta[rank] - lr * mean / (np.sqrt(square) + EPSILON)
+            else:
+                velocity[rank] = momentum * velocity[rank] + g
+                theta[rank] = theta[rank] - lr * velocity[rank]
+        if step + 1 not in averagings(every, steps):
             continue
         deltas = [anchor - w for w in theta]
         if compressed:
@@ -60,12 +77,19 @@ def simulate(world, steps, every, lr=0.5, momentum=0.0, outer=(1.0, 0.0), averag
     return theta
 
 
+CODES = [*(f"{code}min_numel=0,exchange=allgather" for code in (
+    "onebit:", "signsgd:", "blockwise8:", "threshold:tau=0.003,", "topk:ratio=0.1,", "topk:ratio=0.1,values=2bit,", "adaptive:ratio=0.1,",
+    "qsgd:memory=error_feedback,")), "randomk:min_numel=0", "powersgd:rank=2,min_numel=0"]
+"""Those that keep what they don't send."""
+
 SETTINGS = {
     "every step": {"every": 1},
     "every 4 steps": {"every": 4},
+    "every step, then every 5": {"every": lambda step: 1 if step < 4 else 5},
     "momentum": {"every": 4, "momentum": 0.9, "lr": 0.1},
     "momentum averaged": {"every": 4, "momentum": 0.9, "lr": 0.1, "average_momentum": True},
     "outer": {"every": 4, "outer": (0.7, 0.9)},
+    "DiLoCo": {"every": 10, "adamw": True, "lr": 0.01, "outer": (0.7, 0.9)},
     "compressed": {"every": 1, "compressed": True},
     "compressed outer": {"every": 3, "outer": (0.7, 0.9), "compressed": True},
 }

@@ -1,7 +1,4 @@
-"""Training schemes on n workers in one process, from their formulas, in NumPy. Nothing here comes from hvd_quant.
-
-A tensor has at most 4,096 entries, so that the codes that sample see all of them, and none has two sets of levels.
-"""
+"""Training schemes on n workers in one process, from their formulas, in NumPy. Nothing here comes from hvd_quant."""
 
 import copy
 import dataclasses
@@ -11,6 +8,12 @@ import numpy as np
 
 from tests.randomness import number, stream_of
 
+SHAPES = {"matrix": (30, 41), "vector": (700,)}
+"""Codes that sample see all entries of these, and none has two sets of levels."""
+LARGE = {"large": (120, 190), "vector": (700,)}
+"""Of the first of these they see one entry in five, and it has two stretches."""
+STRETCH = 16384
+"""Entries that share levels in the codes that drop some."""
 NEAR = 1e-5
 """An entry that is this near to a decision may fall either way, by the rounding of a mean that went before."""
 
@@ -88,14 +91,24 @@ class Scheme:
     def range_multiple(self):
         """Entries that ranges with an owner are multiples of."""
         unit = self.code == "adaptive" or self.values == "2bit" or self.values == "sign" and self.mean == "unit"
-        return 16384 if unit else self.block_size if "block_size" in KNOBS[self.code] else 256
+        return STRETCH if unit else self.block_size if "block_size" in KNOBS[self.code] else 256
 
 
-def largest(v, ratio):
-    """The ratio of the entries that is largest; of those that are equal all, or rather none."""
-    a, kept = abs(v), math.ceil(ratio * v.size)
-    t = np.sort(a)[::-1][kept] if kept < v.size else 0
-    require_clear(a[a > t] - t)
+def sample(v, step):
+    """One entry of each of 4,096 parts, at places that change with the step; all entries, if there are no more."""
+    count = min(4096, v.size)
+    i, long = np.arange(count), v.size // count
+    m = (i ^ step * 0x9E3779B1 % 2**32) * 0x9E3779B1 % 2**32
+    m = (m ^ m >> 15) * 0x85EBCA77 % 2**32
+    return v[i * v.size // count + ((m ^ m >> 13) * long >> 32)]
+
+
+def largest(v, ratio, step):
+    """The ratio of the entries that is largest, as a sample has it; of those that are equal all, or rather none."""
+    a, seen = abs(v), abs(sample(v, step))
+    kept = math.ceil(ratio * seen.size)
+    t = np.sort(seen)[::-1][kept] if kept < seen.size else 0
+    require_clear(a[a != t] - t)
     return a > t if (a > t).any() else (a == t) & (t > 0)
 
 
@@ -105,29 +118,41 @@ def beyond(v, tau):
     return distance >= 0
 
 
-def largest_of_each_sign(v, ratio):
-    require_clear(v[v != 0])  # each sign's are counted
+def largest_of_each_sign(v, ratio, step):
+    seen = sample(v, step)
+    require_clear(seen[seen != 0])  # each sign's are counted
     chosen = np.zeros(v.size, bool)
-    for signed in (v, -v):
-        order = np.sort(signed[signed > 0])[::-1]
+    for sign in (1, -1):
+        signed = sign * v
+        order = np.sort(sign * seen[sign * seen > 0])[::-1]
         t = order[max(1, math.ceil(ratio * order.size)) - 1]
-        require_clear(t - order[order < t])
+        require_clear(signed[signed != t] - t)
         chosen |= signed >= t
     return chosen
 
 
 def first(kept, slots, step):
-    """Of those that are kept, as many as have a slot: from another entry of another block of 256 on in each step."""
-    blocks = -(-kept.size // 256)
-    block, place = divmod(step * 0x9E3779B1 % 2**32 / 2**32 * blocks, 1)
-    order = []
-    for i in range(blocks):
-        start = (int(block) + i) % blocks * 256
-        entries = np.arange(min(256, kept.size - start))
-        order.extend(start + np.roll(entries, -int(place * entries.size)))
+    """Of those that are kept, as many as have a slot: from another entry of another block of another stretch on in each step."""
+    stretches, order = -(-kept.size // STRETCH), []
+    stretch, place = divmod(step * 0x9E3779B1 % 2**32 / 2**32 * stretches, 1)
+    for i in range(stretches):
+        begin = (int(stretch) + i) % stretches * STRETCH
+        end = min(begin + STRETCH, kept.size)
+        blocks = -(-(end - begin) // 256)
+        block, part = divmod(place * blocks, 1)
+        for j in range(blocks):
+            start = begin + (int(block) + j) % blocks * 256
+            entries = np.arange(start, min(start + 256, end))
+            order.append(np.roll(entries, -int(part * entries.size)))
+    order = np.concatenate(order)
     chosen = np.zeros_like(kept)
-    chosen[[i for i in order if kept[i]][:slots]] = True
+    chosen[order[kept[order]][:slots]] = True
     return chosen
+
+
+def by_stretch(code, v):
+    """What a code makes of each stretch that has something."""
+    return np.concatenate([code(part) if part.any() else part for part in (v[i:i + STRETCH] for i in range(0, v.size, STRETCH))])
 
 
 def means(v):
@@ -255,22 +280,26 @@ class Simulation:
             room = min(1, 2 * ratio)
             if phase == 0:
                 state = self.states[rank]
-                tau, state["magnitudes"], state["threshold"][1] = state["threshold"][0], abs(v), 1
-        kept = (beyond(v, s.tau) if s.code == "threshold" else largest_of_each_sign(v, ratio) if s.code == "adaptive" else
-                beyond(v, tau) if tau else largest(v, ratio))
+                tau, state["magnitudes"], state["threshold"][1] = state["threshold"][0], abs(sample(v, self.step)), 1
+        kept = (beyond(v, s.tau) if s.code == "threshold" else largest_of_each_sign(v, ratio, self.step) if s.code == "adaptive" else
+                beyond(v, tau) if tau else largest(v, ratio, self.step))
         out = np.zeros_like(v)
         for range_ in self.ranges if s.exchange == "sra" and phase == 0 else [slice(0, v.size)]:
             part = v[range_]
+            if not part.size:
+                continue
             slots = -(-max(1, math.ceil(room * part.size)) // 8) * 8
             part = np.where(first(kept[range_], slots, self.step), part, np.float32(0))
             if s.code == "threshold":
                 part = np.sign(part) * np.float32(s.tau)
             elif s.code == "adaptive":
-                part = means(part)
+                part = by_stretch(means, part)
             elif s.values == "float16":
                 part = part.astype(np.float16)
-            elif s.values != "float32" and part.any():
-                part = signs(part, s.values)
+            elif s.values == "sign" and s.mean == "tensor":
+                part = signs(part, s.values) if part.any() else part
+            elif s.values != "float32":
+                part = by_stretch(lambda v: signs(v, s.values), part)
             out[range_] = part
         return out
 
@@ -363,9 +392,13 @@ def decide_together(scheme, simulations, step):
     if scheme.scope != "model" or scheme.ratio_at(step) == 1:
         return
     for states in zip(*(simulation.states for simulation in simulations)):
-        magnitudes = np.sort(np.concatenate([state["magnitudes"] for state in states]))[::-1]
+        magnitudes = np.concatenate([state["magnitudes"] for state in states])
+        weights = np.concatenate([np.full(state["magnitudes"].size, (state["residual"].size << 20) // state["magnitudes"].size)
+                                  for state in states])  # the entries that each of a sample stands for
+        order = np.argsort(-magnitudes)
+        place = (np.cumsum(weights[order]) <= int(ratio * int(weights.sum()))).sum()
         for state in states:
-            state["threshold"][0] = np.nextafter(magnitudes[int(ratio * magnitudes.size)], np.float32(np.inf))
+            state["threshold"][0] = np.nextafter(magnitudes[order[place]], np.float32(np.inf))
 
 
 CODES = [
@@ -380,45 +413,58 @@ CODES = [
     Scheme(code="blockwise8", table="dynamic"), Scheme(code="blockwise8", table="dynamic", exchange="sra"),
     Scheme(code="qsgd", memory="none"), Scheme(code="qsgd", memory="none", exchange="sra"), Scheme(code="qsgd"),
     Scheme(code="qsgd", memory="none", bits=2, norm="l2", seed=3), Scheme(code="qsgd", bits=8, norm="l2", exchange="sra"),
+    Scheme(code="qsgd", memory="none", bits=2, exchange="sra"), Scheme(code="qsgd", bits=8), Scheme(code="qsgd", memory="none", norm="l2"),
     Scheme(code="terngrad", memory="none"), Scheme(code="terngrad", memory="none", clip=0.0, seed=-5, exchange="sra"),
-    Scheme(code="natural", memory="none"), Scheme(code="natural", memory="none", exchange="sra"),
+    Scheme(code="natural", memory="none"), Scheme(code="natural", memory="none", exchange="sra"), Scheme(code="natural", exchange="sra"),
 ]
+SAMPLED = [Scheme(code="topk", ratio=0.02), Scheme(code="topk", ratio=0.02, values="float16"),
+           *(Scheme(code="topk", ratio=0.02, values="sign", mean=mean, exchange="sra") for mean in ("unit", "tensor")),
+           Scheme(code="topk", ratio=0.02, values="2bit", exchange="sra"), Scheme(code="topk", ratio=0.02, scope="model"),
+           Scheme(code="adaptive", ratio=0.02)]
 TRAINING = [
     Scheme(code="topk"), Scheme(code="topk", memory="none"), Scheme(code="onebit"), Scheme(code="onebit", exchange="sra"),
     Scheme(code="topk", momentum=0.9), Scheme(code="topk", momentum=0.9, nesterov=True, warmup=3),
     Scheme(code="adaptive", momentum=0.5, clip_norm=20.0, weight_decay=0.01),
+    Scheme(code="topk", momentum=0.9, nesterov=True, clip_norm=20.0, weight_decay=0.01, exchange="sra"),
     Scheme(code="onebit", momentum=0.9, exchange="sra"),
     Scheme(code="topk", memory="ef21"), Scheme(code="onebit", memory="ef21", eta=0.25, warmup=3),
-    Scheme(code="onebit", memory="ef21", exchange="sra"),
+    Scheme(code="onebit", memory="ef21", exchange="sra"), Scheme(code="topk", memory="ef21", eta=0.5, exchange="sra"),
+    Scheme(code="qsgd", memory="ef21"),
     *(Scheme(code="topk", merge=merge, average_every=6) for merge in ("sum", "replace", "error")),
     Scheme(code="onebit", merge="replace", exchange="sra", average_every=5, warmup=2),
-    Scheme(code="threshold", merge="error", average_every=7),
+    Scheme(code="threshold", merge="error", average_every=7), Scheme(code="qsgd", merge="sum", average_every=4, warmup=1),
+    Scheme(code="blockwise8", merge="error", average_every=20),
+    Scheme(code="adaptive", ratio=0.02, merge="replace", average_every=8, schedule="dgc", schedule_steps=5, exchange="sra"),
     Scheme(code="topk", ratio=0.02, momentum=0.9, schedule="dgc", schedule_steps=5, warmup=2),
     Scheme(code="topk", ratio=0.02, momentum=0.9, schedule="dgc", schedule_steps=5, scope="model", values="2bit"),
     Scheme(code="topk", ratio=0.02, merge="replace", average_every=8, schedule="merging", schedule_steps=15),
 ]
-RUNS = [(scheme, op) for op, schemes in (("average", CODES + TRAINING), ("sum", TRAINING)) for scheme in schemes]
+RUNS = [(scheme, op) for op, schemes in (("average", CODES + SAMPLED + TRAINING), ("sum", TRAINING)) for scheme in schemes]
 """What is exchanged and by which of Horovod's ops, of which codes know nothing."""
 
 # blocks are not cut, so it doesn't matter where hosts cut tensors
 BY_HOST = [Scheme(code="onebit", exchange="sra", hierarchical=True), Scheme(code="signsgd", hierarchical=True)]
 
 
-def train(scheme, shapes, workers, steps, lr=0.1):
+def shapes_of(scheme):
+    return LARGE if scheme in SAMPLED else SHAPES
+
+
+def train(scheme, workers, steps, lr=0.1):
     """Plain SGD of all workers from the same start, on mean gradients; those of a step are drawn until none is near a decision.
 
     Returns:
         Of each step and worker, the tensors' gradients, what the optimizer got, the parameters after it, and what was sent, by name;
         and the simulations by name.
     """
-    random, sizes = np.random.default_rng(0), {name: math.prod(shape) for name, shape in shapes.items()}
+    random, sizes = np.random.default_rng(0), {name: math.prod(shape) for name, shape in shapes_of(scheme).items()}
     simulations = {name: Simulation(scheme, name, size, workers, i) for i, (name, size) in enumerate(sizes.items())}
     parameters = {name: [np.zeros(size, np.float32)] * workers for name, size in sizes.items()}
     history = []
     for step in range(steps):
         gradients, results, simulations = _clear_step(scheme, random, sizes, simulations, parameters)
         decide_together(scheme, simulations.values(), step)
-        for name in shapes:
+        for name in sizes:
             parameters[name] = [p - np.float32(lr) * r for p, r in zip(parameters[name], results[name])]
             if scheme.average_every and (step + 1) % scheme.average_every == 0:
                 mean = np.mean(parameters[name], axis=0, dtype=np.float64).astype(np.float32)

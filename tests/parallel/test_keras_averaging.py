@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvd_quant.keras as hvd
 from hvd_quant.tensorflow.variables import make_variables
 from tests.parallel import averaging_in_numpy as simulation
-from tests.parallel.keras_workers import RANK, WORLD, assert_same_everywhere, data, fit, flat, keras, network, on_all
+from tests.parallel.keras_workers import RANK, WORLD, assert_same_everywhere, data, fit, flat, keras, network, on_all, residuals
 
 KERAS3 = keras.layers.Layer.__module__.startswith("keras.")
 SGD = keras.optimizers.SGD
@@ -56,7 +56,10 @@ def linear():
 def test_as_in_numpy(setting, make):
     model = linear()
     lr, momentum = setting.get("outer", (1.0, 0.0))
-    optimizer = averaging(setting["every"], make(setting.get("lr", 0.5), momentum=setting.get("momentum", 0.0)),
+    inner = make(setting.get("lr", 0.5), momentum=setting.get("momentum", 0.0))
+    if setting.get("adamw"):
+        inner = keras.optimizers.AdamW(setting["lr"], epsilon=simulation.EPSILON, weight_decay=simulation.DECAY)
+    optimizer = averaging(setting["every"], inner,
                           outer=make(lr, momentum=momentum, nesterov=True) if "outer" in setting else None,
                           average_state=setting.get("average_momentum", False),
                           compression=ONEBIT if setting.get("compressed") else "none")
@@ -65,9 +68,29 @@ def test_as_in_numpy(setting, make):
     expected = simulation.simulate(WORLD, 20, **setting)[RANK]
     np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-6)
     assert model.traces == 1
-    if 20 % setting["every"] == 0:
+    averagings = simulation.averagings(setting["every"], 20)
+    assert optimizer.compression_stats()["steps"] == len(averagings)
+    if averagings[-1] == 20:
         assert_same_everywhere(flat(model))
-    assert optimizer.compression_stats()["steps"] == 20 // setting["every"]
+
+
+@pytest.mark.parametrize("code", simulation.CODES)
+def test_what_a_code_leaves_of_the_way_is_kept(code):
+    """What models are off their mean by is, on average, what the workers keep; that of the averaging before has arrived."""
+    model = network()
+    optimizer, before = averaging(100, compression=code), 0
+    for which in (range(2), range(2, 5)):
+        steps(optimizer, model, which)
+        mean = mean_of(flat(model))
+        optimizer.average()
+        assert_same_everywhere(flat(model))
+        kept = residuals(optimizer)
+        names = [v.path if KERAS3 else v.name.removesuffix(":0") for v in model.trainable_variables]
+        own = [kept.get(name, np.zeros(v.shape)).ravel() for name, v in zip(names, model.trainable_variables)]
+        after = mean_of(np.concatenate(own))
+        assert after.any() and not np.allclose(flat(model), mean, atol=1e-5)
+        np.testing.assert_allclose(flat(model) - mean, after - before, rtol=0, atol=1e-6)
+        before = after
 
 
 def steps(optimizer, model, which):

@@ -12,7 +12,7 @@ from hvd_quant import get_compressor
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.reducer import Reducer
 from tests.conftest import LINEAR
-from tests.linear import MERGING, assert_close, gradient, results, simulation
+from tests.linear import MERGING, assert_close, assert_sent, gradient, noting, results, simulation
 from tests.parallel.tensorflow_workers import RANK, WORLD, assert_same_everywhere, every
 
 KEEPING = {spec: c for spec, c in LINEAR.items() if c.memory == "error_feedback"}
@@ -54,17 +54,30 @@ def assert_same_states(found, expected):
 
 @every(LINEAR | MERGING)
 @pytest.mark.parametrize("op, in_graph", [(hvd.Average, True), (hvd.Sum, False)], ids=["average", "sum"])
-def test_twenty_steps_are_the_formulas(compressor, op, in_graph):
-    reducer, exchange = step_of(compressor, in_graph, op)
+def test_twenty_steps_are_the_formulas(compressor, op, in_graph, monkeypatch):
+    """In what is added up, what optimizers get, and what is kept."""
+    (reducer, exchange), sent = step_of(compressor, in_graph, op), {}
+
+    def note(name, vector):
+        def keep(array):
+            sent.setdefault(name, []).append(array.copy().ravel())
+            return array.size
+
+        tf.numpy_function(keep, [vector], tf.int64)
+
+    monkeypatch.setattr(type(compressor), "rounds", noting(type(compressor).rounds, note))
     simulated = {name: simulation(compressor, name, shape, WORLD) for name, shape in SHAPES.items()}
     if compressor.name == "powersgd":
         del simulated["b"]
     for step in range(20):
+        sent.clear()
         reduced = exchange(step)
+        assert sent.keys() == simulated.keys()
         for name, expected in simulated.items():
             if compressor.merge == "none":
                 assert_same_everywhere(reduced[name])
             mean = results(expected, [gradient(step, rank, SHAPES[name]) for rank in range(WORLD)])[RANK]
+            assert_sent(expected, RANK, sent[name])
             assert_close(compressor, reduced[name], mean * np.float32(1 if op == hvd.Average else WORLD), exact=WORLD == 2)
     for name, state in states(reducer).items():
         assert state.keys() == (simulated[name].state(RANK).keys() if name in simulated else set())

@@ -1,5 +1,6 @@
 """Memories, merges and stages on several workers: the same as a simulation from the formulas, and what else can be told of them."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -11,13 +12,14 @@ import hvd_quant.tensorflow as hvd
 from hvd_quant import TensorInfo, get_compressor
 from hvd_quant.compressors.topk import TopK
 from hvd_quant.exchange import sent_bytes
-from hvd_quant.tensorflow import network
+from hvd_quant.ops import generic
+from hvd_quant.tensorflow import codes, network
 from hvd_quant.tensorflow.reducer import Reducer
 from hvd_quant.tensorflow.state import state_of
 from tests.parallel import simulation
 from tests.parallel.tensorflow_workers import RANK, WORLD, Network, assert_same_everywhere, on_all
 
-SHAPES = {"matrix": (30, 41), "vector": (700,)}
+SHAPES = simulation.SHAPES
 STEPS = 20
 KEPT = ["topk:ratio=0.1,momentum=0.9", "topk:ratio=0.1,momentum=0.9,nesterov=true,clip_norm=1,weight_decay=0.01,warmup=2",
         "onebit:memory=ef21,warmup=2", "onebit:memory=ef21,eta=0.5,exchange=sra", "topk:ratio=0.1,merge=replace,exchange=sra",
@@ -34,10 +36,15 @@ class Together:
 
     Arguments:
         compressors: key -> spec or compressor, and op.
+        shapes: from a key to the shapes of its tensors.
+
+    Attributes:
+        sent: this worker's payloads of the last step: (key, name of a tensor) -> compressor, record, ranges, and bytes.
     """
 
-    def __init__(self, compressors):
-        self.weights = {key: [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()] for key in compressors}
+    def __init__(self, compressors, shapes=lambda key: SHAPES):
+        self.sent = {}
+        self.weights = {key: [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes(key).items()] for key in compressors}
         self.rates = {key: 0.1 if op == hvd.Average else 0.1 / WORLD for key, (_, op) in compressors.items()}
         self.reducers = {key: Reducer(compressor, self.weights[key], name="test", op=op)
                          for key, (compressor, op) in compressors.items()}
@@ -48,10 +55,42 @@ class Together:
         self.traces += 1
         results = []
         for given, (key, reducer) in zip(gradients, self.reducers.items()):
-            results.append(reducer.reduce(given, self.weights[key]))
+            with self._noting(key):
+                results.append(reducer.reduce(given, self.weights[key]))
             for weight, result in zip(self.weights[key], results[-1]):
                 weight.assign_sub(self.rates[key] * result)
         return results
+
+    @contextlib.contextmanager
+    def _noting(self, key):
+        """Have what native codes encode in ``sent`` whenever the graph runs."""
+        encode = codes.Traced.encode
+
+        def encode_and_note(code, vector, state, info, cuts):
+            encoded = encode(code, vector, state, info, cuts)
+            if info.phase == 0:
+                def note(payload):
+                    self.sent[key, info.name] = code._compressor, info, cuts, payload.copy()
+                    return payload.size
+
+                tf.numpy_function(note, [encoded.payload], tf.int64)
+            return encoded
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codes.Traced, "encode", encode_and_note)
+            yield
+
+    def decoded(self):
+        """What is in ``sent``, by key and name."""
+        found = {}
+        for at, (compressor, info, cuts, payload) in self.sent.items():
+            found[at] = np.zeros(info.numel, np.float32)
+            for cut in filter(lambda cut: cut[0] < cut[1], cuts):
+                part = info.part(*cut)
+                own, payload = np.split(payload, [compressor.payload_bytes(part)])
+                compressor.decode_sum(generic, [own], part, found[at][slice(*cut)])
+            assert not payload.size
+        return found
 
     def step(self, gradients):
         """The results by key.
@@ -59,6 +98,7 @@ class Together:
         Arguments:
             gradients: by key, one of each shape; or the same for all keys.
         """
+        self.sent.clear()
         given = [gradients[key] if isinstance(gradients, dict) else gradients for key in self.reducers]
         results = self._run([[tf.constant(g) for g in of_one] for of_one in given])
         return {key: [g.numpy() for g in of_one] for key, of_one in zip(self.reducers, results)}
@@ -84,9 +124,9 @@ def compressors(specs, **knobs):
     return {spec: (dataclasses.replace(get_compressor(spec), **{"min_numel": 0, **knobs}), hvd.Average) for spec in specs}
 
 
-# With more than two workers, those that depend on how many there are.
+# With more than two workers, sums of those that depend on how many there are.
 RUNS = [(scheme, op) for scheme, op in simulation.RUNS
-        if WORLD == 2 or scheme.exchange == "sra" or scheme.clip_norm or scheme.scope == "model"]
+        if WORLD == 2 or op == "average" or scheme.exchange == "sra" or scheme.clip_norm]
 
 
 @functools.cache
@@ -94,33 +134,39 @@ def simulated():
     """Of each scheme the history and the simulations; and of each with each op what was the result here, step by step, and in
     the end."""
     schemes = {(scheme.spec, op): scheme for scheme, op in RUNS}
-    here = Together({key: (key[0], hvd.Average if key[1] == "average" else hvd.Sum) for key in schemes})
-    runs = {scheme.spec: simulation.train(scheme, SHAPES, WORLD, STEPS) for scheme in dict.fromkeys(schemes.values())}
+    shapes = {key: simulation.shapes_of(scheme) for key, scheme in schemes.items()}
+    here = Together({key: (key[0], hvd.Average if key[1] == "average" else hvd.Sum) for key in schemes}, shapes.get)
+    runs = {scheme.spec: simulation.train(scheme, WORLD, STEPS) for scheme in dict.fromkeys(schemes.values())}
     steps = []
     for step in range(STEPS):
-        results = here.step({key: [runs[key[0]][0][step][0][name][RANK].reshape(shape) for name, shape in SHAPES.items()]
+        results = here.step({key: [runs[key[0]][0][step][0][name][RANK].reshape(shape) for name, shape in shapes[key].items()]
                              for key in schemes})
         for key, scheme in schemes.items():
             if scheme.average_every and (step + 1) % scheme.average_every == 0:
                 hvd.average_parameters(here.weights[key])
-        steps.append((results, here.values()))
+        steps.append((results, here.values(), here.decoded()))
     assert here.traces == 1
     return runs, steps, here.state()
 
 
 @pytest.mark.parametrize("scheme, op", RUNS, ids=lambda x: getattr(x, "spec", x))
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
+    """In what is sent, what optimizers get, and what is kept."""
     runs, steps, state = simulated()
     key = scheme.spec, op
     history, simulations = runs[scheme.spec]
-    for (_, mean, after, _), (results, values) in zip(history, steps):
-        for i, name in enumerate(SHAPES):
+    for (_, mean, after, sent), (results, values, decoded) in zip(history, steps):
+        for i, name in enumerate(simulations):
+            assert ((key, name) in decoded) == bool(sent[name])
+            if sent[name]:
+                expected = sent[name][RANK]
+                np.testing.assert_allclose(decoded[key, name], expected, rtol=0, atol=0 if scheme.exact else 2e-6 * abs(expected).max())
             expected = mean[name][RANK] * np.float32(1 if op == "average" else WORLD)
             scale = abs(expected).max()
             np.testing.assert_allclose(results[key][i].ravel(), expected, rtol=0, atol=0 if scheme.exact else 2e-6 * scale)
             np.testing.assert_allclose(values[key, i].ravel(), after[name][RANK], rtol=0, atol=4e-6 * scale)
     kept = {(name, what): value for (of, name, what), value in state.items() if of == key}
-    assert {name for name, _ in kept} == set(SHAPES if scheme.memory != "none" else ())
+    assert {name for name, _ in kept} == set(simulations if scheme.memory != "none" else ())
     for (name, what), value in kept.items():
         expected = simulations[name].states[RANK] | {"owner.residual": simulations[name].owned[RANK]}
         np.testing.assert_allclose(value, expected[what], rtol=0, atol=0 if scheme.exact else 1e-5, err_msg=f"{what} of {name}")
@@ -130,7 +176,7 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op):
 def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
     """Where their own workers are averaged first; each of these has a piece of the state."""
     monkeypatch.setattr(network, "_places", lambda: [(rank % 2, rank // 2) for rank in range(WORLD)])
-    host, runs = RANK % 2, {scheme.spec: simulation.train(scheme, SHAPES, 2, STEPS) for scheme in simulation.BY_HOST}
+    host, runs = RANK % 2, {scheme.spec: simulation.train(scheme, 2, STEPS) for scheme in simulation.BY_HOST}
     here = Together({spec: (spec, hvd.Average) for spec in runs})
     for step in range(STEPS):
         found = here.step({spec: [history[step][0][name][host].reshape(shape) * np.float32(0.5 + RANK // 2)

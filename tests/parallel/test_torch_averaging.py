@@ -52,6 +52,8 @@ def test_as_in_numpy(setting):
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(simulation.weight()))
     inner = torch.optim.SGD(model.parameters(), lr=setting.get("lr", 0.5), momentum=setting.get("momentum", 0.0))
+    if setting.get("adamw"):
+        inner = torch.optim.AdamW(model.parameters(), setting["lr"], eps=simulation.EPSILON, weight_decay=simulation.DECAY)
     lr, momentum = setting.get("outer", (1.0, 0.0))
     outer = (lambda params: torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=True)) if "outer" in setting else None
     optimizer = averaging(model, setting["every"], inner, outer=outer, average_state=setting.get("average_momentum", False),
@@ -63,8 +65,28 @@ def test_as_in_numpy(setting):
         optimizer.step()
     expected = torch.from_numpy(simulation.simulate(WORLD, 20, **setting)[RANK])
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-6 if setting.get("compressed") else 1e-12)
-    if 20 % setting["every"] == 0:
+    averagings = simulation.averagings(setting["every"], 20)
+    assert optimizer.compression_stats()["steps"] == len(averagings)
+    if averagings[-1] == 20:
         assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("code", simulation.CODES)
+def test_what_a_code_leaves_of_the_way_is_kept(code):
+    """What models are off their mean by is, on average, what the workers keep; that of the averaging before has arrived."""
+    model = network()
+    optimizer, before = averaging(model, 100, compression=code), 0
+    for steps in (range(2), range(2, 5)):
+        train(model, optimizer, steps)
+        mean = mean_of(flat(model))
+        optimizer.average()
+        assert_same_everywhere(flat(model))
+        kept = optimizer.compression_state_dict()["tensors"]
+        residuals = [kept[name]["state"].get("residual", torch.zeros(p.numel())) for name, p in model.named_parameters()]
+        after = mean_of(torch.cat(residuals))
+        assert after.any() and not torch.allclose(flat(model), mean, atol=1e-5)
+        torch.testing.assert_close(flat(model) - mean, after - before, rtol=0, atol=1e-6)
+        before = after
 
 
 def test_every_step_is_sgd_on_mean_gradients():

@@ -12,7 +12,7 @@ from hvd_quant.exchange import hosts
 from hvd_quant.torch import exchanges, network
 from hvd_quant.torch.reducer import Reducer
 from tests.conftest import LINEAR
-from tests.linear import MERGING, assert_close, gradient, results, simulation
+from tests.linear import MERGING, assert_close, assert_sent, gradient, noting, results, simulation
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, every
 
 SHAPES = {"w": (24, 5, 7), "v": (40, 30), "b": (33,)}
@@ -44,17 +44,23 @@ def assert_same_states(found, expected):
 
 @every(LINEAR | MERGING)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-def test_twenty_steps_are_the_formulas(compressor, op):
-    reducer = reducer_of(compressor, op)
+def test_twenty_steps_are_the_formulas(compressor, op, monkeypatch):
+    """In what is added up, what optimizers get, and what is kept."""
+    reducer, sent = reducer_of(compressor, op), {}
+    noted = noting(type(compressor).rounds, lambda name, vector: sent.setdefault(name, []).append(vector.numpy().copy().ravel()))
+    monkeypatch.setattr(type(compressor), "rounds", noted)
     simulated = {name: simulation(compressor, name, shape, WORLD) for name, shape in SHAPES.items()}
     if compressor.name == "powersgd":
         del simulated["b"]
     for step in range(20):
+        sent.clear()
         reduced = exchange(reducer, step)
+        assert sent.keys() == simulated.keys()
         for name, expected in simulated.items():
             if compressor.merge == "none":
                 assert_same_everywhere(reduced[name])
             mean = results(expected, [gradient(step, rank, SHAPES[name]) for rank in range(WORLD)])[RANK]
+            assert_sent(expected, RANK, sent[name])
             assert_close(compressor, reduced[name], mean * np.float32(1 if op == hvd.Average else WORLD), exact=WORLD == 2)
     for name, state in states(reducer).items():
         assert state.keys() == (simulated[name].state(RANK).keys() if name in simulated else set())

@@ -18,15 +18,12 @@ from hvd_quant.torch.cargo import Cargo
 from tests.parallel import simulation
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, flat, network, on_all, train, wrap
 
-SHAPES = {"matrix": (30, 41), "vector": (700,)}
-
-
 two = pytest.mark.skipif(WORLD > 2, reason="two workers tell as much")
 
 
 @functools.cache
 def simulated(scheme, workers=WORLD):
-    return simulation.train(scheme, SHAPES, workers, 20)
+    return simulation.train(scheme, workers, 20)
 
 
 @pytest.mark.parametrize("scheme, op", simulation.RUNS, ids=lambda x: getattr(x, "spec", x))
@@ -43,7 +40,7 @@ def test_the_same_as_a_simulation_from_the_formulas(scheme, op, monkeypatch):
     monkeypatch.setattr(Cargo, "_encode", encode_and_note)
     history, simulations = simulated(scheme)
     factor, op = (1, hvd.Average) if op == "average" else (WORLD, hvd.Sum)
-    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in simulation.shapes_of(scheme).items()}
     sgd = torch.optim.SGD(parameters.values(), lr=0.1 / factor)
     optimizer = hvd.DistributedOptimizer(sgd, parameters.items(), scheme.spec, op=op)
     for step, (gradients, results, after, sent) in enumerate(history):
@@ -76,7 +73,7 @@ def test_hosts_are_the_workers_of_a_simulation(monkeypatch):
     monkeypatch.setattr("hvd_quant.torch.network._places", lambda: [(rank // 2, rank % 2) for rank in range(WORLD)])
     for scheme in simulation.BY_HOST:
         history, simulations = simulated(scheme, 2)
-        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in simulation.SHAPES.items()}
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), scheme.spec)
         for gradients, results, *_ in history:
             for name, p in parameters.items():

@@ -46,6 +46,8 @@ def test_a_page_has_something_under_each_heading(page):
     if page.stem != "README":
         sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
         assert all(sections.get(heading, "").strip() for heading in HEADINGS)
+        what_it_does = re.sub(r"```.*?```", "", text.partition("\n")[2].partition("\n## ")[0], flags=re.S)
+        assert len(re.findall(r"[.!?](?=\s|$)", what_it_does)) == 3
         source = get_compressor(match[1]).spec if (match := re.search(r'compression="([^"]+)"', text)) else None
         assert source or page.stem == "model_averaging"
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
@@ -58,6 +60,15 @@ def test_the_size_of_a_message(name):
     spec = re.search(r'compression="([^"]+)"', page_of(name).read_text())[1]
     nbytes = get_compressor(spec).payload_bytes(TensorInfo.whole("w", (1024, 1024)))
     assert (size, times) == (f"{nbytes:,}", f"{4 * 2**20 / nbytes:.1f}")
+
+
+def test_the_sizes_in_the_overview():
+    rows = re.findall(r"^\| (`.+?) \| .+? \| 1/(\d+)(?: (?:at|of) .+?)? \|", (PAGES / "README.md").read_text(), re.M)
+    specs = {"topk": "topk:ratio=0.01", "threshold": "threshold:tau=1"}
+    for (name,), times in ((re.findall(r"`(\w+)`", names), int(times)) for names, times in rows):
+        nbytes = get_compressor(specs.get(name, name)).payload_bytes(TensorInfo.whole("w", (1024, 1024)))
+        assert times == pytest.approx(4 * 2**20 / nbytes, rel=0.04), name
+    assert len(rows) == 10
 
 
 def accepted(*knobs):
