@@ -408,7 +408,7 @@ CODES = [
     Scheme(code="topk", values="float16", exchange="sra"), Scheme(code="topk", values="sign", mean="tensor", exchange="sra"),
     Scheme(code="topk", scope="model"), Scheme(code="topk", scope="model", exchange="sra", warmup=2),
     Scheme(code="onebit", zeros=True),
-    Scheme(code="signsgd", exchange="sra"), Scheme(code="signsgd", zeros=True, exchange="sra"),
+    Scheme(code="signsgd", exchange="sra"), Scheme(code="signsgd", zeros=True, exchange="sra"), Scheme(code="signsgd", block_size=2048),
     Scheme(code="blockwise8"), Scheme(code="blockwise8", exchange="sra"),
     Scheme(code="blockwise8", table="dynamic"), Scheme(code="blockwise8", table="dynamic", exchange="sra"),
     Scheme(code="qsgd", memory="none"), Scheme(code="qsgd", memory="none", exchange="sra"), Scheme(code="qsgd"),
