@@ -4,8 +4,9 @@ differences, an outer SGD with Nesterov momentum, and 1-bit codes with error fee
 import numpy as np
 
 INPUTS, OUTPUTS, BATCH, BLOCK = 30, 40, 8, 128
-DECAY, EPSILON = 0.01, 1e-15
-"""Of AdamW; the second is so small that it doesn't matter where it is added."""
+BETAS, DECAY, EPSILON = (0.875, 0.96875), 0.01, 1e-15
+"""Of AdamW: the first two are exact in fp32, in which Keras has them, and the last is so small that it doesn't matter where it is
+added."""
 
 
 def weight():
@@ -53,9 +54,10 @@ def simulate(world, steps, every, lr=0.5, momentum=0.0, adamw=False, outer=(1.0,
         for rank in range(world):
             g = gradient(theta[rank], step, rank)
             if adamw:
-                velocity[rank] = 0.9 * velocity[rank] + 0.1 * g
-                squares[rank] = 0.999 * squares[rank] + 0.001 * g**2
-                mean, square = velocity[rank] / (1 - 0.9 ** (step + 1)), squares[rank] / (1 - 0.999 ** (step + 1))
+                b, c = BETAS
+                velocity[rank] = b * velocity[rank] + (1 - b) * g
+                squares[rank] = c * squares[rank] + (1 - c) * g**2
+                mean, square = velocity[rank] / (1 - b ** (step + 1)), squares[rank] / (1 - c ** (step + 1))
                 theta[rank] = (1 - lr * DECAY) * theta[rank] - lr * mean / (np.sqrt(square) + EPSILON)
             else:
                 velocity[rank] = momentum * velocity[rank] + g

@@ -58,7 +58,7 @@ def test_as_in_numpy(setting, make):
     lr, momentum = setting.get("outer", (1.0, 0.0))
     inner = make(setting.get("lr", 0.5), momentum=setting.get("momentum", 0.0))
     if setting.get("adamw"):
-        inner = keras.optimizers.AdamW(setting["lr"], epsilon=simulation.EPSILON, weight_decay=simulation.DECAY)
+        inner = keras.optimizers.AdamW(setting["lr"], simulation.DECAY, *simulation.BETAS, simulation.EPSILON)
     optimizer = averaging(setting["every"], inner,
                           outer=make(lr, momentum=momentum, nesterov=True) if "outer" in setting else None,
                           average_state=setting.get("average_momentum", False),

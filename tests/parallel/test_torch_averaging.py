@@ -53,7 +53,7 @@ def test_as_in_numpy(setting):
         model.weight.copy_(torch.from_numpy(simulation.weight()))
     inner = torch.optim.SGD(model.parameters(), lr=setting.get("lr", 0.5), momentum=setting.get("momentum", 0.0))
     if setting.get("adamw"):
-        inner = torch.optim.AdamW(model.parameters(), setting["lr"], eps=simulation.EPSILON, weight_decay=simulation.DECAY)
+        inner = torch.optim.AdamW(model.parameters(), setting["lr"], simulation.BETAS, simulation.EPSILON, simulation.DECAY)
     lr, momentum = setting.get("outer", (1.0, 0.0))
     outer = (lambda params: torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=True)) if "outer" in setting else None
     optimizer = averaging(model, setting["every"], inner, outer=outer, average_state=setting.get("average_momentum", False),
