@@ -241,7 +241,7 @@ def test_a_threshold_for_the_whole_model_is_that_of_the_step_before(schedule):
             kept, reduces = reduces.state_dict(), reducer()
             reduces.load_state_dict(kept)
     assert len({float(state[RANK][n]["threshold"][0]) for n in large}) == 1
-    for n, norm in reduces.residual_norms().items():
+    for n, norm in reduces.state.residual_norms().items():
         assert norm == pytest.approx(np.linalg.norm(state[RANK][n]["residual"]), rel=1e-5)
     with pytest.raises(ValueError, match="merging, averaging and a model's threshold"):
         Compression.topk(scope="model").bind(model.named_parameters())
