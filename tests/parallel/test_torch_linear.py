@@ -208,7 +208,7 @@ def test_what_is_kept_is_given_back_to_a_dense_exchange(monkeypatch):
         received = torch.zeros(40, 30)
         for step, grad in enumerate(grads):
             if step == 1:
-                monkeypatch.setattr(reducer, "_kind", lambda slot, info: "dense")
+                monkeypatch.setattr(reducer.plan, "kind", lambda slot, info: "dense")
             reducer.complete([reducer.start("v", grad)])
             received += grad
         torch.testing.assert_close(received, given, atol=2e-5, rtol=0)
@@ -238,7 +238,7 @@ def test_the_norms_are_those_of_residuals():
     reducer = reducer_of(get_compressor("powersgd:min_numel=0"))
     exchange(reducer, 0)
     norm = float(reducer.state.slots["v"].state["residual"].norm())
-    assert reducer.residual_norms()["v"] == pytest.approx(norm, rel=1e-5) and norm > 0
+    assert reducer.state.residual_norms()["v"] == pytest.approx(norm, rel=1e-5) and norm > 0
 
 
 def test_a_linear_code_of_ones_own_that_miscounts_its_rounds(monkeypatch):
