@@ -13,22 +13,33 @@ import pytest
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 DIES, JOINS, STEPS = 5, 12, 20
 
-# Each host has one worker; all hosts are this machine, by names that Horovod takes for local.
+# All hosts are this machine, by names that Horovod takes for local. The first has all workers that stay, the others have one.
 STAYS, LEAVES, COMES = "127.0.0.1", "localhost", socket.gethostname()
-SPEC = "topk:ratio=0.01,min_numel=0,warmup=2"
-TORCH = f"""
+TORCH = """
 import torch
 import hvd_quant.torch as hvd
+from hvd_quant.torch.cargo import Cargo
 
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(100, 100)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression="{SPEC}")
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=spec)
 
 def kept():
-    slot = optimizer._reducer.state.slots["weight"]
-    return {{"residual": slot.state["residual"].double().sum().item(), "counted": slot.step, "flying": len(optimizer._reducer._flying)}}
+    slot = optimizer.compression_state_dict()["tensors"]["weight"]
+    weights = torch.linspace(-1, 1, 10000, dtype=torch.float64)  # onebit's residuals add up to nearly 0
+    residual, owned = (slot["state"].get(key, torch.zeros(0)).double() for key in ("residual", "owner.residual"))
+    return {"residual": (residual @ weights).item(), "owned": (owned @ weights[slice(*slot["owned"])]).item(), "counted": slot["step"],
+            "flying": len(optimizer._reducer._flying)}
+
+def dies(step):
+    if "exchange=sra" not in spec:
+        begin(step)
+        os._exit(1)
+    Cargo.reduce = lambda *_: os._exit(1)  # between the two collectives
+    begin(step)
+    end(step)
 
 def begin(step):
     optimizer.zero_grad()
@@ -44,7 +55,7 @@ def total():
 
 State = hvd.elastic.TorchState
 """
-KERAS = f"""
+KERAS = """
 import keras
 import numpy as np
 import tensorflow as tf
@@ -53,12 +64,15 @@ import hvd_quant.keras as hvd
 hvd.init()
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.layers.Input((100,)), keras.layers.Dense(100, use_bias=False)])
-optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="{SPEC}")
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=spec)
 optimizer.build(model.trainable_variables)
 
 def kept():
     (slot,) = optimizer.compression_state_dict()["tensors"].values()
-    return {{"residual": slot["state"]["residual"].sum(dtype=float), "counted": slot["step"], "flying": 0}}
+    return {"residual": slot["state"]["residual"].sum(dtype=float), "owned": 0, "counted": slot["step"], "flying": 0}
+
+def dies(step):
+    os._exit(1)  # the others' exchange waits for it
 
 @tf.function
 def train_on(x):
@@ -66,7 +80,7 @@ def train_on(x):
         loss = tf.reduce_mean((model(x) - x) ** 2)
     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-def begin(step):  # the others' exchange waits for the worker that dies
+def begin(step):
     pass
 
 def end(step):
@@ -78,33 +92,33 @@ def total():
 
 State = hvd.elastic.KerasState
 """
-WORKER = """
+ARGUMENTS = """
 import json, os, socket, sys, time
 
-folder, dies, joins, steps = sys.argv[1], *map(int, sys.argv[2:])
-host = os.environ["HOROVOD_HOSTNAME"]
-
+folder, spec, alone, die_at, join_at, steps = *sys.argv[1:3], *map(int, sys.argv[3:])
+host, place = os.environ["HOROVOD_HOSTNAME"], os.environ["HOROVOD_LOCAL_RANK"]
+"""
+LOOP = """
 def note(what, **more):
     with open(f"{folder}/log", "a") as file:
-        file.write(json.dumps({"what": what, "host": host, "rank": hvd.rank(), "size": hvd.size(), "step": state.step, **more}) + "\\n")
+        file.write(json.dumps({"what": what, "host": host, "place": place, "size": hvd.size(), "step": state.step, **more}) + "\\n")
 
 @hvd.elastic.run
 def train(state):
     note("begins", **kept())
     while state.step < steps:
-        begin(state.step)
-        if state.step == dies and host == "localhost" and not os.path.exists(f"{folder}/died"):
+        if state.step == die_at and host == "localhost" and not os.path.exists(f"{folder}/died"):
             open(f"{folder}/died", "w").close()
-            note("dies")
-            os._exit(1)  # amid an exchange
+            dies(state.step)
+        begin(state.step)
         end(state.step)
         state.step += 1
-        if state.step == joins and hvd.size() == 1:
+        if state.step == join_at and hvd.size() == alone and hvd.rank() == 0:
             with open(f"{folder}/hosts", "a") as file:
                 file.write(f"{socket.gethostname()}:1\\n")
-        if state.step >= joins and hvd.size() == 1:
+        if state.step >= join_at and hvd.size() == alone:
             time.sleep(1)  # until the driver has found it
-            state.step = joins
+            state.step = join_at
         note("commits", **kept())
         state.commit()
     own, mean = total()
@@ -115,30 +129,41 @@ train(state)
 """
 
 
-@pytest.mark.parametrize("framework, worker", [("torch", TORCH), ("tensorflow", KERAS)], ids=["TorchState", "KerasState"])
-def test_a_worker_dies_amid_an_exchange_and_another_joins(framework, worker, tmp_path):
+@pytest.mark.parametrize("framework, worker, stay, spec", [
+    ("torch", TORCH, 1, "topk:ratio=0.01,min_numel=0,warmup=2"),
+    ("torch", TORCH, 2, "onebit:min_numel=0,exchange=sra"),
+    ("tensorflow", KERAS, 1, "topk:ratio=0.01,min_numel=0,warmup=2")], ids=["TorchState, 2-1-2", "TorchState, 3-2-3", "KerasState, 2-1-2"])
+def test_a_worker_dies_amid_an_exchange_and_another_joins(framework, worker, stay, spec, tmp_path):
     horovod = importlib.util.find_spec("horovod")
     if not horovod or not list(Path(horovod.origin).parent.glob(f"{framework}/mpi_lib*.so")):
         pytest.skip(f"Horovod is not built for {framework}")
-    (tmp_path / "worker.py").write_text(worker + WORKER)
-    (tmp_path / "hosts").write_text(f"{STAYS}:1\n{LEAVES}:1\n")
+    (tmp_path / "worker.py").write_text(ARGUMENTS + worker + LOOP)
+    (tmp_path / "hosts").write_text(f"{STAYS}:{stay}\n{LEAVES}:1\n")
     (tmp_path / "discover").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
     (tmp_path / "discover").chmod(0o755)
-    command = [str(HOROVODRUN), "-np", "2", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(tmp_path / "discover"),
-               "--gloo", sys.executable, str(tmp_path / "worker.py"), str(tmp_path), str(DIES), str(JOINS), str(STEPS)]
+    command = [str(HOROVODRUN), "-np", str(stay + 1), "--min-np", "1", "--max-np", "3", "--host-discovery-script",
+               str(tmp_path / "discover"), "--gloo", sys.executable, str(tmp_path / "worker.py"), str(tmp_path), spec,
+               *map(str, (stay, DIES, JOINS, STEPS))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()] if (tmp_path / "log").exists() else []
-    assert run.returncode == 0, f"{lines}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
+    assert run.returncode == 0 and (tmp_path / "died").exists(), f"{lines}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
     begins = [line for line in lines if line["what"] == "begins"]
-    assert [(line["size"], line["step"]) for line in begins if line["host"] == STAYS] == [(2, 0), (1, DIES), (2, JOINS)]
-    survivor = [line for line in begins if line["host"] == STAYS]
-    committed = {line["step"]: line for line in lines if line["what"] == "commits" and line["host"] == STAYS}
-    # It keeps what it had committed. In PyTorch, alone it leaves nothing out, so that goes along then.
-    assert survivor[0]["residual"] == 0 != survivor[1]["residual"] == committed[DIES]["residual"]
-    assert survivor[2]["residual"] == (0 if framework == "torch" else committed[DIES]["residual"])
+    for place in map(str, range(stay)):
+        survivor = [line for line in begins if (line["host"], line["place"]) == (STAYS, place)]
+        assert [(line["size"], line["step"]) for line in survivor] == [(stay + 1, 0), (stay, DIES), (stay + 1, JOINS)]
+        committed = {line["step"]: line for line in lines if (line["what"], line["host"], line["place"]) == ("commits", STAYS, place)}
+        # It keeps what it had committed; of a range that it doesn't own any more, what the mean of as many workers now would lack.
+        assert survivor[0]["residual"] == 0 != survivor[1]["residual"]
+        for begun, workers, before in ((survivor[1], stay, committed[DIES]), (survivor[2], stay + 1, committed[JOINS])):
+            assert begun["owned"] == 0
+            parts = before["residual"], workers * before["owned"]
+            assert begun["residual"] == pytest.approx(sum(parts), abs=1e-5 * sum(map(abs, parts)))
+        if framework == "torch" and stay == 1:  # alone it leaves nothing out, so what was kept went along then
+            assert survivor[2]["residual"] == 0
+        assert stay == 1 or committed[DIES]["owned"] != 0 != committed[JOINS]["owned"]
     (newcomer,) = [line for line in begins if line["host"] == COMES]
-    assert newcomer["residual"] == 0 and newcomer["counted"] == survivor[2]["counted"] >= JOINS  # and tells its count
+    assert newcomer["residual"] == newcomer["owned"] == 0 and newcomer["counted"] == survivor[2]["counted"] >= JOINS  # and tells its count
     ends = [line for line in lines if line["what"] == "ends"]
-    assert {line["host"] for line in ends} == {STAYS, COMES}
-    assert all(line["own"] == line["mean"] and line["flying"] == 0 for line in ends)
+    assert [line["host"] for line in ends].count(STAYS) == stay and {line["host"] for line in ends} == {STAYS, COMES}
+    assert all(line["own"] == pytest.approx(line["mean"], rel=1e-12) and line["flying"] == 0 for line in ends)
