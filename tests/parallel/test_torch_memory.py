@@ -35,8 +35,7 @@ def test_a_thousand_steps_take_no_more_memory_than_three_hundred():
 
 
 @pytest.mark.parametrize("number, spec, kept, peak", [
-    (1, "onebit", 1, 1.2), (2, "topk", 1, 1.16), (3, "topk:momentum=0.9", 2, 3.36), (4, "topk:memory=ef21", 2, 3.4),
-    (5, "topk:memory=ef21,eta=0.5", 3, 5.59), (6, "topk:merge=replace", 1, 2.4)])
+    (1, "topk", 1, 1.16), (2, "topk:momentum=0.9", 2, 3.36), (3, "topk:memory=ef21", 2, 3.4), (4, "topk:merge=replace", 1, 2.4)])
 def test_the_peak_of_a_step(number, spec, kept, peak):
-    found = memory.measure_torch(spec, 2**23, number)
-    assert found[0] == pytest.approx(kept, abs=0.02) and found[1] < peak + 0.5  # where a copy more would be 1
+    found = memory.measure_torch(spec, 2**23, number)  # vectors of which malloc keeps nothing when they are freed
+    assert found[0] == pytest.approx(kept, abs=0.02) and found[1] < peak + 0.5, found  # where a copy more would be 1

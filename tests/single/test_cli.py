@@ -308,6 +308,19 @@ def test_without_kernels_codes_take_a_typical_time(monkeypatch):
         "plan", "--shapes", "4096x4096", "--workers", 4, "--rate", "1gbit", "-c", "topk")["basis"]
 
 
+def test_the_first_framework_that_works_is_timed(monkeypatch):
+    timing = command.timing
+
+    def broken():
+        raise ImportError("no kernels")
+
+    monkeypatch.setattr(timing.importlib.util, "find_spec", lambda name: name)
+    for torch, tensorflow, expected in ((lambda: "torch", broken, "torch"), (broken, lambda: "tensorflow", "tensorflow"), (broken, broken, None)):
+        monkeypatch.setattr(timing, "in_torch", torch)
+        monkeypatch.setattr(timing, "in_tensorflow", tensorflow)
+        assert timing.here() == expected
+
+
 @pytest.mark.parametrize("make", ["in_torch", "in_tensorflow"])
 def test_codes_are_timed_without_horovod(make):
     timing = command.timing
