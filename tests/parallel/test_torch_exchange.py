@@ -49,6 +49,15 @@ def step(optimizer, parameters, grads):
     return {name: p.grad for name, p in parameters.items()}
 
 
+def left(slot, workers=WORLD):
+    """What is still to come of a mean, on all workers: the mean of what ``workers`` have kept, and what owners have of the mean."""
+    whole = torch.zeros(slot.info.numel)
+    if "residual" in slot.state:
+        whole[slice(*slot.piece)] += slot.state["residual"] / workers
+        whole[slice(*slot.owned)] += slot.state.get("owner.residual", 0)
+    return on_all(whole).sum(0)
+
+
 @every(CODECS)
 @pytest.mark.parametrize("exchange", ["allgather", "sra", "allreduce"])
 def test_replicas_are_bit_identical_however_they_are_exchanged(compressor, exchange):
@@ -127,11 +136,35 @@ def test_sra_is_what_the_specification_says_and_loses_nothing(compressor, op):
             received[name] = received[name] + reduced[name].reshape(-1) / factor
     if compressor.memory == "error_feedback":
         for name, slot in optimizer._reducer.state.slots.items():
-            whole = torch.zeros(slot.info.numel)
-            if "residual" in slot.state:
-                whole += slot.state["residual"] / WORLD
-                whole[slice(*slot.owned)] += slot.state.get("owner.residual", 0)
-            torch.testing.assert_close(received[name] + on_all(whole).sum(0), given[name], atol=3e-5, rtol=0)
+            torch.testing.assert_close(received[name] + left(slot), given[name], atol=3e-5, rtol=0)
+
+
+ODD, LARGE = [(0,), (), (1,), (8,), (9,), (31,), (33,), (256,), (257,), (0, 4), (5, 0, 2)], [(17_000_000,)]
+
+
+@pytest.mark.parametrize("spec, exchange, shapes", [
+    *((spec, exchange, ODD) for exchange in ("allgather", "sra")
+      for spec in ("onebit", "topk:ratio=0.01", "adaptive", "signsgd", "blockwise8", "topk:momentum=0.5")),
+    ("onebit", "sra", LARGE), ("topk:ratio=0.01", "allgather", LARGE)])
+def test_nothing_is_lost_of_odd_sizes_and_large_ones(spec, exchange, shapes):
+    if WORLD > 2 and shapes is LARGE:
+        pytest.skip("the launches with two workers run this")
+    shapes = {str(shape): shape for shape in shapes}
+    parameters = weights(shapes)
+    optimizer = optimizer_of(parameters, by(exchange, get_compressor(f"{spec}{',' if ':' in spec else ':'}min_numel=0")))
+    given, received = dict.fromkeys(shapes, 0), dict.fromkeys(shapes, 0)
+    for i in range(2):
+        grads = gradients(i, shapes=shapes)
+        reduced = step(optimizer, parameters, grads)
+        for name, shape in shapes.items():
+            assert reduced[name].shape == shape
+            given[name] = given[name] + hvd.allreduce(grads[name], name=f"given.{name}").reshape(-1)
+            received[name] = received[name] + reduced[name].reshape(-1)
+    for name, slot in optimizer._reducer.state.slots.items():
+        assert_same_everywhere(parameters[name].reshape(-1))
+        if not slot.compressor.momentum:
+            torch.testing.assert_close(received[name] + left(slot), given[name], atol=3e-5, rtol=0)
+    assert exchange in optimizer.compression_stats()["exchanges"]
 
 
 @every(COMPRESSED)
@@ -569,11 +602,7 @@ def check_hierarchical(compressor, exchange, op):
     assert exchange in optimizer.compression_stats()["exchanges"]
     if compressor.stateful and compressor.memory == "error_feedback" and compressor.name != "threshold":
         for name, slot in optimizer._reducer.state.slots.items():
-            whole = torch.zeros(slot.info.numel)
-            if "residual" in slot.state:
-                whole[slice(*slot.piece)] += slot.state["residual"] / 2
-                whole[slice(*slot.owned)] += slot.state.get("owner.residual", 0)
-            torch.testing.assert_close(received[name] + on_all(whole).sum(0), given[name], atol=3e-5, rtol=0)
+            torch.testing.assert_close(received[name] + left(slot, workers=2), given[name], atol=3e-5, rtol=0)
 
 
 def test_hierarchical_where_it_can_not_work(monkeypatch, two_hosts):
