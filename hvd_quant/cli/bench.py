@@ -89,8 +89,8 @@ def exchange_seconds(hvd: Any, network: Any, compressor: Compressor, shape: tupl
 
 
 @command.command("exchange", epilog=output.examples(
-    "horovodrun -np 2 -H host1,host2 hvd-quant bench exchange",
-    "horovodrun -np 4 -H a,b,c,d hvd-quant bench exchange -c onebit -c topk:ratio=0.001 --save network.json"))
+    "horovodrun -np 2 -H host1:1,host2:1 hvd-quant bench exchange",
+    "horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-quant bench exchange -c onebit -c topk:ratio=0.001 --save network.json"))
 @click.option("--shape", type=output.Shape(), default="2048x2048", show_default=True, help="Of the tensor that is exchanged.")
 @click.option("-c", "--compressor", "compressors", type=output.Spec(), multiple=True, default=COMPARED, metavar="SPEC",
               help=f"Exchange with this one, may be given several times; {', '.join(COMPARED)} if unset.")
@@ -110,7 +110,7 @@ def exchange(shape: tuple[int, ...], compressors: tuple[Compressor, ...], save: 
     workers = hvd.size()
     if workers < 2:
         raise click.UsageError("there is one worker, and nothing to exchange: start it on several, with horovodrun -np 2 "
-                               "-H host1,host2 hvd-quant bench exchange")
+                               "-H host1:1,host2:1 hvd-quant bench exchange")
     costs = network.measure([get_compressor("none:only_if_faster=true"), *compressors], SAMPLE, REPEATS)
     info = TensorInfo.whole("tensor", shape, world=workers)
     exchanges = []

@@ -42,7 +42,7 @@ def load_calibration(path: Path, workers: int) -> cost.Costs:
         raise click.UsageError(f"{path} can't be read: {error}; `hvd-quant bench exchange` writes such a file") from None
     if figures.get("workers") != workers:
         raise click.UsageError(f"{path} was measured between {figures.get('workers')} workers, and --workers is {workers}: measure it "
-                               f"with `horovodrun -np {workers} -H HOSTS hvd-quant bench exchange --save {path}`")
+                               f"with `horovodrun -np {workers} -H HOST:1,HOST:1,... hvd-quant bench exchange --save {path}`")
     return costs
 
 
@@ -110,7 +110,7 @@ def costs_for(compressors: list[Compressor], workers: int, rate: str | None, cal
         path = calibration or calibration_path(workers)
         if calibration is None and not path.exists():
             raise click.UsageError("give --rate, such as 1gbit, or measure: "
-                                   f"horovodrun -np {workers} -H HOSTS hvd-quant bench exchange")
+                                   f"horovodrun -np {workers} -H HOST:1,HOST:1,... hvd-quant bench exchange")
         costs, words = load_calibration(path, workers), f"what was measured between {workers} workers ({path})"
     missing = [c for c in [*compressors, plan.FP16] if cost.key_of(c) not in costs.rates and c.name != "none"]
     if missing:
@@ -127,7 +127,7 @@ def costs_for(compressors: list[Compressor], workers: int, rate: str | None, cal
     "hvd-quant plan --model torchvision.models:resnet50 --workers 8 --rate 10gbit --backward 0.12",
     "hvd-quant plan --model my_project.train:make_model --workers 4 --rate 1gbit -c topk:ratio=0.001 -c onebit",
     "hvd-quant plan --shapes 4096x4096,1000x4096,1000 --workers 4 --rate 1gbit --json",
-    "horovodrun -np 4 -H a,b,c,d hvd-quant bench exchange && hvd-quant plan --file shapes.txt --workers 4"))
+    "horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-quant bench exchange && hvd-quant plan --file shapes.txt --workers 4"))
 @click.option("--model", metavar="MODULE:FUNCTION", help="What returns a PyTorch or Keras model.")
 @click.option("--shapes", metavar="SHAPES", help="Of its parameters instead, as 1024x1024,1000.")
 @click.option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -361,7 +361,7 @@ def test_kernels_of_tensorflow_are_compared_with_pytorchs():
 def test_one_worker_has_nothing_to_exchange(monkeypatch):
     alone = SimpleNamespace(init=lambda: None, size=lambda: 1)
     monkeypatch.setattr("hvd_quant.cli.bench.frontend", lambda: (alone, None))
-    assert "horovodrun -np 2 -H host1,host2 hvd-quant bench exchange" in " ".join(run("bench", "exchange", code=2).split())
+    assert "horovodrun -np 2 -H host1:1,host2:1 hvd-quant bench exchange" in " ".join(run("bench", "exchange", code=2).split())
 
 
 def test_what_bench_lacks_is_said(monkeypatch):
