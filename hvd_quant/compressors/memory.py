@@ -57,7 +57,8 @@ class Memory:
         """Before a gradient is exchanged.
 
         Arguments:
-            grad: fp32, shape [numel]; not modified, and where it goes uncompressed, state may become it.
+            grad: fp32, shape [numel]; not modified. Where it goes uncompressed, state may become it, so it has to stay what it is
+                until :meth:`settle`.
             state: the worker's.
             parameter: the values that the gradient is of, in its shape.
             world: the number of workers.

@@ -136,7 +136,7 @@ def _share(name: str, each: list[dict[str, Any]], average: bool, world: int | No
         if key in _LINEAR:
             state[key] = sum(values[1:], start=first + 0) * (factor / len(each))
         elif all(bool((value == first).all()) for value in values):
-            state[key] = first
+            state[key] = first * factor if key == "mean" else first  # of the estimates
     into, sign = ("residual", 1) if "residual" in state else ("estimate", -1)
     for one in each:
         kept, (a, b) = one["state"].get(f"{OWNER}residual"), one["owned"]

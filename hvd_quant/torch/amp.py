@@ -103,7 +103,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError("op=Adasum can't be combined with a GradScaler: it reduces what a step changes, and with an overflow on "
                              "one worker that worker alone would take none; use op=Average")
         if not optimizer._synchronized or optimizer._handles:
-            if hasattr(optimizer, "set_loss_scale"):
+            if self._enabled and hasattr(optimizer, "set_loss_scale"):
                 optimizer.set_loss_scale(self._host_scale())
             optimizer.synchronize()
         return True

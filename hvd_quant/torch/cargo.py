@@ -25,7 +25,6 @@ class Cargo:
         slot: what is kept for its parameter.
         compressor: as what it travels.
         places: the workers of this host that exchange different parts of it.
-        scale: of the loss that the gradient is of.
         info: what is known of the whole tensor at this step.
         grad: the gradient; after the flight, the reduced one, in the same memory.
         flat: the gradient as a flat fp32 vector: its own memory where it is contiguous fp32, else a copy.
@@ -226,6 +225,12 @@ class Cargo:
         self._before.clear()
         self.slot.kept = self._had_kept
 
+    def done(self) -> None:
+        """It has landed: nothing of it is taken back any more, whatever becomes of the others."""
+        self._encoded.clear()
+        self._before.clear()
+        self._had_kept = self.slot.kept
+
     def void(self) -> None:
         """Let the exchange count for nothing: all state is as before it, and the gradient NaN throughout, so that nobody takes
         for reduced what is still kept."""
@@ -274,10 +279,13 @@ class Cargo:
         kept, sent = self.slot.state["residual"], None
         if merge == "replace":
             sent = self._sent() if gradient is None else (gradient + before).sub_(kept)
-        part = local_part(merge, self.flat if gradient is None else gradient, sent, kept, factor)
-        if merge == "error":
-            kept.zero_()
-        return part
+        return local_part(merge, self.flat if gradient is None else gradient, sent, kept, factor)
+
+    def add_local(self, reduced: torch.Tensor, part: torch.Tensor) -> None:
+        """Add what :meth:`local_part` returned to the reduced gradient; with "error" that is all that was kept."""
+        reduced.add_(part)
+        if self.slot.compressor.merge == "error":
+            self.slot.state["residual"].zero_()
 
     def settle(self) -> None:
         """Let the state become what follows from the mean, which ``flat`` holds, and the mean what memory makes of it."""

@@ -87,10 +87,11 @@ def allreduce(flight: Flight) -> Route:
     allreduces = cargo[0].compressor.allreduces
 
     def vector() -> torch.Tensor:
-        nonlocal codes
         with flight.timed("decode" if codes else "encode"):
-            codes = codes or [one.compressor.rounds(ops, one.whole(at["world"]), one.slot.worker_state, one.info.at(**at), one.flat)
-                              for one in cargo]
+            if not codes:
+                for one in cargo:
+                    flat = one.whole(at["world"])  # which is the mean's memory too
+                    codes.append(one.compressor.rounds(ops, flat, one.slot.worker_state, one.info.at(**at), flat))
             parts.clear()
             for i, one in enumerate(cargo):
                 one.require_untouched()
@@ -114,7 +115,9 @@ def allreduce(flight: Flight) -> Route:
             factor = at["world"] if flight.op == Sum else 1
             local = one.local_part(factor, *before) if counts and before else None
             reduced = mean.mul_(factor) if flight.op == Sum else mean
-            one.landed_uncompressed(reduced if local is None else reduced.add_(local), flight.op, at["world"])
+            if local is not None:
+                one.add_local(reduced, local)
+            one.landed_uncompressed(reduced, flight.op, at["world"])
 
 
 def compressed(flight: Flight) -> Route:
@@ -214,8 +217,9 @@ def compressed(flight: Flight) -> Route:
                 if flight.op != Average and (as_mean or places > 1):
                     one.flat.mul_(places * world if as_mean else places)
                 if local is not None:
-                    one.flat.add_(local)
+                    one.add_local(one.flat, local)
             one.land(one.flat)
+            one.done()
 
 
 def sparse(flight: Flight) -> Route:

@@ -164,7 +164,7 @@ class Plan:
         names, slots = list(state.slots), list(state.slots.values())
         numbers = {name: i for i, name in enumerate(names)}
         order = torch.tensor([numbers[name] for name in dict.fromkeys([*self.arrivals, *reversed(names)])], dtype=torch.int32)
-        network.broadcast(order, f"hvd_quant.order.{names[0]}", state.process_set)
+        network.broadcast(order, f"hvd_quant.order.{names[0]}.{len(names)}", state.process_set)
         self.order = [names[i] for i in order.tolist()]
         for workers in dict.fromkeys(slot.workers for slot in slots):
             compressors = dict.fromkeys(slot.compressor for slot in slots if slot.workers == workers)

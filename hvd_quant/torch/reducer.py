@@ -176,9 +176,9 @@ class Reducer:
         """Finish flights in order, and tell whether they count.
 
         Where something is kept between steps, gradients are written when everything is here. If a value was not finite
-        somewhere, the step is void on all workers: all state is as before it, and all gradients are NaN. After an error, the
-        others are waited for and taken back too, so that none stays in flight and no residual lacks what was not received;
-        then the error is raised.
+        somewhere, the step is void on all workers: all state is as before it, and all gradients are NaN. After an error, those that
+        haven't landed are waited for and taken back too, so that none stays in flight and no residual lacks what was not
+        received; then the error is raised.
         """
         together = any(one.slot.state for flight in flights for one in flight.cargo)
         failure: Exception | None = None
@@ -204,7 +204,8 @@ class Reducer:
         return not void
 
     def cancel(self) -> None:
-        """Wait for what has been started, and leave gradients and state as if it had not been."""
+        """Wait for what has been started, and take back what was encoded. Gradients that Horovod reduced in their own memory stay
+        reduced, so backward has to make them anew, and steps stay counted."""
         flights = [flight for bucket in self.plan.buckets for flight in bucket.flights]
         self._forget()
         for flight in flights:
@@ -276,7 +277,14 @@ class Reducer:
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See :meth:`State.load_state_dict`."""
+        """See :meth:`State.load_state_dict`.
+
+        Raises:
+            RuntimeError: amid a step, whose exchange would change what was loaded.
+        """
+        if self.state.amid:
+            raise RuntimeError("compression state was to be loaded while gradients are being exchanged, which would change it: load it "
+                               "before backward, or after step() or synchronize()")
         self.plan.update()
         self.state.load_state_dict(state)
         self.plan.made_for = None

@@ -150,6 +150,7 @@ class State:
         self.select, self.op, self.process_set, self.network = select, op, process_set, network
         self.slots: dict[str, Slot] = {}
         self.loss_scale: float | None = None
+        self._told = False  # rather than loaded
         self.amid = False
         self._by_host: Workers | None = None
         self._joined = False  # the other workers of an elastic job, whose counts this one has then
@@ -209,11 +210,14 @@ class State:
             for slot in self.slots.values():
                 for value in slot.state.values():
                     value.mul_(factor)
-        self.loss_scale = scale
+        self.loss_scale, self._told = scale, True
 
     def follow_scaler(self) -> None:
-        """Take the scale of the scaler whose backward is running."""
+        """As a step begins, take the scale of the scaler whose backward is running; without one, and never told any, the loss is as it
+        is, whatever it was where a checkpoint was made."""
         scale = running_scale()
+        if scale is None and not self._told:
+            scale = 1.0
         if scale is not None:
             self.set_loss_scale(scale)
 
@@ -254,7 +258,7 @@ class State:
             slot.resumed = get_compressor(kept["travels"]) if goes_on else None
             for key, value in slot.state.items():
                 value.copy_(values[key]) if key in values else value.zero_()
-        told, self.loss_scale = self.loss_scale, state.get("loss_scale", 1.0)
+        told, self.loss_scale = self.loss_scale if self._told else None, state.get("loss_scale", 1.0)
         if told is not None:
             self.set_loss_scale(told)
 
@@ -281,7 +285,7 @@ class State:
         for name, slot in self.slots.items():
             slot.step, slot.averaged = counts.get(name, (0, 0))
             if slot.compressor.memory == "ef21":
-                slot.step, slot.kept = 0, False
+                slot.step, slot.averaged, slot.kept = 0, 0, False
                 for value in slot.state.values():
                     value.zero_()
         self._joined = True

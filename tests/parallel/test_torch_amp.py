@@ -11,7 +11,8 @@ import hvd_quant.torch as hvd
 from tests.conftest import CODECS, LINEAR
 from tests.parallel.torch_workers import RANK, WORLD, assert_same_everywhere, backward, every, flat, network, train, wrap
 
-pytestmark = pytest.mark.filterwarnings("ignore:SGD has a momentum of its own")
+pytestmark = [pytest.mark.filterwarnings("ignore:SGD has a momentum of its own"),
+              pytest.mark.skipif(WORLD > 2, reason="two workers tell as much, and more may choose other exchanges for a twin")]
 MEMORIES = ["topk:min_numel=0,ratio=0.1,momentum=0.9,clip_norm=0.1,weight_decay=0.01", "adaptive:min_numel=0,momentum=0.9,nesterov=true",
             "onebit:min_numel=0,memory=ef21", "topk:min_numel=0,memory=ef21,eta=0.3,exchange=sra", "qsgd:min_numel=0,memory=error_feedback",
             "topk:min_numel=0,ratio=0.1,scope=model", "topk:min_numel=0,ratio=0.1,merge=replace", "topk:min_numel=0,warmup=2",
@@ -19,7 +20,6 @@ MEMORIES = ["topk:min_numel=0,ratio=0.1,momentum=0.9,clip_norm=0.1,weight_decay=
 ALL = {**CODECS, **LINEAR, **{spec: spec for spec in MEMORIES}, "fp16 beside": {"*.bias": "fp16", "*": "topk:min_numel=0,ratio=0.1"}}
 # Exact where they are scaled by a power of two, whatever their random numbers and sizes.
 EXACT = {spec: c for spec, c in ALL.items() if "fp16" not in spec}
-two = pytest.mark.skipif(WORLD > 2, reason="the launches with two workers run this")  # more may choose other exchanges for a twin
 BAD = (float("inf"), float("-inf"), float("nan"))
 
 
@@ -110,7 +110,6 @@ def test_an_overflow_on_one_worker_under_a_scaler(compressor, request):
         assert_same_everywhere(flat(model))
 
 
-@two
 @every(EXACT)
 def test_what_is_kept_follows_the_scale(compressor):
     """With a scale that changes every other step, training is bit for bit what it is without one."""
@@ -126,7 +125,6 @@ def test_what_is_kept_follows_the_scale(compressor):
             assert torch.equal(value * 512, scaled[key]), key
 
 
-@two
 def test_a_checkpoint_holds_the_scale():
     def fresh():
         model = network()
@@ -150,7 +148,44 @@ def test_a_checkpoint_holds_the_scale():
         assert torch.equal(value, values_of(saved[-1]["tensors"])[key] / 32)
 
 
-@two
+@pytest.mark.parametrize("off", [False, True], ids=["no scaler", "a scaler that is off"])
+def test_a_checkpoint_of_a_scaled_loss_goes_on_unscaled(off):
+    spec = "threshold:tau=0.01,min_numel=0"
+    model, twin = network(), network()
+    optimizer, reference = wrap(model, spec), wrap(twin, spec)
+    scaled_steps(model, optimizer, hvd.GradScaler("cpu", init_scale=64.0), range(4))
+    train(twin, reference, range(4))
+    assert torch.equal(flat(model), flat(twin))
+    resumed = network()
+    other = wrap(resumed, spec)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    other.load_compression_state_dict(optimizer.compression_state_dict())
+    if off:
+        scaled_steps(resumed, other, hvd.GradScaler("cpu", enabled=False), range(4, 8))
+    else:
+        train(resumed, other, range(4, 8))
+    train(twin, reference, range(4, 8))
+    assert torch.equal(flat(resumed), flat(twin))
+
+
+def test_a_scaler_that_is_off_leaves_a_scale_that_was_told():
+    model, twin = network(), network()
+    optimizer, reference = wrap(model, "threshold:tau=0.01,min_numel=0"), wrap(twin, "threshold:tau=0.01,min_numel=0")
+    scaler = hvd.GradScaler("cpu", enabled=False)
+    optimizer.set_loss_scale(1024.0)
+    for i in range(3):
+        optimizer.zero_grad()
+        backward(model, i, scale=1024.0)
+        scaler.unscale_(optimizer)
+        for p in model.parameters():
+            p.grad /= 1024
+        scaler.step(optimizer)
+        scaler.update()
+    train(twin, reference, range(3))
+    assert torch.equal(flat(model), flat(twin))
+
+
 @pytest.mark.parametrize("compressor", ["topk:ratio=0.1,min_numel=0", "none"])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_torchs_own_scaler(compressor, unscale):
@@ -188,7 +223,6 @@ def test_torchs_own_scaler(compressor, unscale):
     assert torch.equal(flat(models[0]), flat(models[1]))
 
 
-@two
 @pytest.mark.parametrize("make", [
     lambda model, sgd: horovod.torch.DistributedOptimizer(sgd, model.named_parameters()),
     lambda model, sgd: horovod.torch.DistributedOptimizer(
@@ -204,7 +238,6 @@ def test_the_scaler_with_horovods_optimizer(make):
     assert_same_everywhere(flat(model))
 
 
-@two
 @pytest.mark.parametrize("make", [hvd.DistributedOptimizer, horovod.torch.DistributedOptimizer])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaler_that_is_off_reduces_in_the_same_places(make, unscale):
@@ -233,7 +266,6 @@ def test_a_scaler_that_is_off_reduces_in_the_same_places(make, unscale):
     assert_same_everywhere(found)
 
 
-@two
 def test_one_scaler_for_two_optimizers_and_one_without():
     """Each follows the scaler whose loss its gradients are of."""
     models, references = [network(seed) for seed in range(3)], [network(seed) for seed in range(3)]
@@ -258,7 +290,6 @@ def test_one_scaler_for_two_optimizers_and_one_without():
         assert torch.equal(flat(model), flat(reference))
 
 
-@two
 def test_gradients_that_add_up_under_a_scaler():
     models = network(), network()
     optimizers = [wrap(model, "topk:ratio=0.1,min_numel=0", backward_passes_per_step=2) for model in models]

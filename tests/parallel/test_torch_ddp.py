@@ -113,6 +113,7 @@ def test_the_hook_gives_what_the_optimizer_gives(compressor):
         assert kept(hook).keys() == kept(optimizer).keys()
 
 
+@two
 @pytest.mark.parametrize("how", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True},
                                  {"bucket_cap_mb": 1, "bucket_bytes": 2**20}], ids=str)
 def test_whatever_ddp_does_with_its_buckets(how):
@@ -166,6 +167,7 @@ def test_accumulated_gradients_are_exchanged_once():
     assert hook.compression_stats()["steps"] == 3
 
 
+@two
 def test_half_precision_parameters():
     dtypes = {"matrix": torch.float16, "odd": torch.bfloat16, "tiny": torch.float16, "wide": torch.float64}
     (ddp, hook, sgd), (model, optimizer) = hooked(TOPK, Given(dtypes=dtypes)), wrapped(TOPK, Given(dtypes=dtypes))
@@ -199,6 +201,7 @@ def test_training_resumes_bit_for_bit_with_the_hook_and_with_the_optimizer(spec,
     assert torch.equal(flat(ddp), flat(again)) and torch.equal(flat(ddp), flat(model))
 
 
+@two
 @pytest.mark.parametrize("spec", [TOPK, "onebit:min_numel=0,exchange=sra", "powersgd:min_numel=0", *MEMORIES[:2]])
 def test_a_step_that_is_not_finite_is_void_on_all(spec):
     ddp, hook, sgd = hooked(spec)
@@ -330,6 +333,7 @@ class Half(Compressor):
         return torch.cat([values, values.new_zeros(info.numel - len(values))]), finite
 
 
+@two
 @pytest.mark.parametrize("exchange", ["allgather", "sra"])
 def test_a_compressor_of_ones_own_whose_messages_have_other_lengths(exchange):
     own = Half(min_numel=0, memory="none", exchange=exchange)
@@ -340,6 +344,7 @@ def test_a_compressor_of_ones_own_whose_messages_have_other_lengths(exchange):
         assert_equal(ddp, model, hook)
 
 
+@two
 @pytest.mark.parametrize("exchange", ["allgather", "sra"])
 @pytest.mark.parametrize("reason", ["it is told", "it is too long" * 300], ids=len)
 def test_a_worker_that_can_not_encode_is_named_by_all_and_training_goes_on(exchange, reason):

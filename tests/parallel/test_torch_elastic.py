@@ -31,7 +31,7 @@ def of_a_veteran(spec, **kwargs):
     optimizer = wrap(model, spec, torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
     if RANK == 0:
         for slot in optimizer._reducer.state.slots.values():
-            slot.step, slot.kept = 7, True
+            slot.step, slot.averaged, slot.kept = 7, 5, True
             for value in slot.state.values():
                 value += 0.5
     return model, optimizer
@@ -64,6 +64,7 @@ def test_ef21_begins_anew():
     model, optimizer = of_a_veteran("topk:ratio=0.1,min_numel=0,memory=ef21")
     hvd.elastic.TorchState(model=model, optimizer=optimizer).sync()
     assert counts(optimizer) == {0} and not any(value.any() for value in kept(optimizer).values())
+    assert {slot["averaged"] for slot in optimizer.compression_state_dict()["tensors"].values()} == {0}  # from which average_every counts
     train(model, optimizer, range(3))
     means = torch.cat([value.reshape(-1) for (_, key), value in kept(optimizer).items() if key == "mean"])
     estimates = torch.cat([value.reshape(-1) for (_, key), value in kept(optimizer).items() if key == "estimate"])

@@ -144,6 +144,65 @@ def test_loading_a_checkpoint_between_backward_and_step():
     assert_same_everywhere(flat(model))
 
 
+def test_compression_state_is_not_loaded_amid_a_step():
+    model, twin = network(), network()
+    optimizer, reference = wrap(model), wrap(twin)
+    train(model, optimizer, range(2))
+    train(twin, reference, range(2))
+    saved = optimizer.compression_state_dict()
+    optimizer.zero_grad()
+    backward(model, 2)
+    with pytest.raises(RuntimeError, match="while gradients are being exchanged, which would change it: load it before backward"):
+        optimizer.load_compression_state_dict(saved)
+    optimizer.step()  # as if nobody had asked
+    train(twin, reference, [2])
+    assert torch.equal(flat(model), flat(twin))
+
+
+@pytest.mark.parametrize("spec", ["onebit:min_numel=0", "topk:min_numel=0,merge=error", "topk:min_numel=0,exchange=sra"])
+def test_what_is_kept_after_damage_is_of_what_has_arrived(spec, monkeypatch):
+    """Gradients that landed before the damaged one keep what is left of them, those after it get back what was sent."""
+    shapes = {"a": 5000, "b": 5000, "c": 5000}
+    parameters = {name: torch.nn.Parameter(torch.zeros(numel)) for name, numel in shapes.items()}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=1.0), list(parameters.items()), spec)
+    encode, generator = Cargo.encode, torch.Generator().manual_seed(RANK)
+
+    def damaged(cargo):
+        payloads = [payload.clone() for payload in encode(cargo)]
+        if RANK == 0 and cargo.info.name == "b":
+            payloads[-1][40] ^= 4  # on its way
+        return payloads
+
+    def given():
+        own = {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.grad = own[name].clone()
+        return own
+
+    def kept(name):
+        slot = optimizer._reducer.state.slots[name]
+        whole = slot.state["residual"] / WORLD
+        if "owner.residual" in slot.state:
+            whole[slice(*slot.owned)] += slot.state["owner.residual"]
+        return hvd.allreduce(whole, name=f"kept.{name}", op=hvd.Sum)
+
+    given()
+    optimizer.step()
+    before = {name: kept(name) for name in parameters}
+    own = given()
+    monkeypatch.setattr(Cargo, "encode", damaged)
+    with pytest.raises(wire.PayloadError):
+        optimizer.step()
+    for name, p in parameters.items():
+        mean = hvd.allreduce(own[name], name=f"mean.{name}")
+        landed = not torch.equal(p.grad, own[name])
+        assert landed == bool(min(hvd.allgather_object(landed))), name
+        if landed and "merge" not in spec:
+            torch.testing.assert_close(p.grad + kept(name), before[name] + mean, rtol=0, atol=1e-5)
+        elif not landed:
+            torch.testing.assert_close(kept(name), before[name], rtol=0, atol=1e-5)
+
+
 def test_damaged_bytes_raise_the_same_sentence_everywhere(monkeypatch):
     for damage in ("flip", "truncate", "extend", "random"):
         model = network()

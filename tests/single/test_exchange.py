@@ -194,6 +194,7 @@ def states_of(world, numel=4096, linear="residual", **more):
         "owned": cuts[rank:rank + 2], "state": {
             linear: rng.normal(size=numel).astype(np.float32), "velocity": rng.normal(size=numel).astype(np.float32),
             "owner.residual": rng.normal(size=cuts[rank + 1] - cuts[rank]).astype(np.float32), "q": np.arange(3.0),
+            "mean": np.arange(numel, dtype=np.float32),
             "threshold": np.full(2, float(rank))}, **more}}} for rank in range(world)]
 
 
@@ -217,7 +218,9 @@ def test_what_has_not_reached_the_optimizer_is_kept_by_another_number_of_workers
     for rank, share in enumerate(shares):
         one = share["tensors"]["w"]
         assert (share["rank"], share["world"], one["step"], one["averaged"], one["travels"]) == (rank, now, 7, 3, "none")
-        assert one["state"].keys() == {linear, "velocity", "q"} | ({"threshold"} if before == 1 else set())
+        assert one["state"].keys() == {linear, "velocity", "q", "mean"} | ({"threshold"} if before == 1 else set())
+        # The reduced gradient that EF21 goes on from: a mean as it was, and as large a sum.
+        np.testing.assert_allclose(one["state"]["mean"] * (1 if average else now / before), np.arange(4096), rtol=1e-6)
         np.testing.assert_allclose(one["state"]["velocity"] * (1 if average else now / before),
                                    np.mean([state["tensors"]["w"]["state"]["velocity"] for state in states], 0), atol=1e-6)
 
