@@ -39,7 +39,6 @@ def local_part(merge: str, gradient: Array, sent: Array | None, kept: Array, fac
     if merge != "replace":
         return {"sum": gradient, "error": kept}[merge] * factor
     part: Array = sent
-    part *= -1
-    part += gradient
-    part *= factor
+    part -= gradient
+    part *= -factor
     return part

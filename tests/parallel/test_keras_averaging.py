@@ -77,6 +77,7 @@ def test_as_in_numpy(setting, make):
 @pytest.mark.parametrize("code", simulation.CODES)
 def test_what_a_code_leaves_of_the_way_is_kept(code):
     """What models are off their mean by is, on average, what the workers keep; that of the averaging before has arrived."""
+    keras.backend.clear_session()  # Keras numbers names anew: by them, workers draw the same entries
     model = network()
     optimizer, before = averaging(100, compression=code), 0
     for which in (range(2), range(2, 5)):
