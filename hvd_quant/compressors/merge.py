@@ -41,4 +41,5 @@ def local_part(merge: str, gradient: Array, sent: Array | None, kept: Array, fac
     part: Array = sent
     part -= gradient
     part *= -factor
+    part += 0.0  # 0, not -0, where all was sent
     return part
