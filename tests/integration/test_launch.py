@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
-# Four workers run what two don't tell. Not the hook for DDP, which runs beside Horovod's own optimizer there: on two cores, four workers with
-# the threads of both sometimes miss Gloo's timeout.
+# Four workers run what two don't tell. Not the hook for DDP: its tests compare it with Horovod's optimizer, and four workers that use both in
+# one process have hung in about every second run, in a broadcast of Horovod's until Gloo gave up after 30 seconds. Why is not known.
 LAUNCHES = {
     "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
     "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
@@ -56,7 +56,7 @@ def test_launch(framework, controller, workers, kind, tests, environment):
                    "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if workers > 2:  # Horovod fuses what happens to be ready, so among more than two workers fp32 sums vary between runs
         environment["HOROVOD_FUSION_THRESHOLD"] = "0"
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     passed = re.findall(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and len(passed) == workers, f"{what_failed(run.stdout, workers)}\n{run.stderr[-3000:]}"
     print(f"{passed[0]} tests passed on each of {workers} workers over {controller}")

@@ -280,7 +280,7 @@ def test_both_phases_progress_during_backward_and_hooks_do_not_wait():
     assert seen[-1][0] >= 4  # what was left to do for these is to decode
 
 
-@pytest.mark.skipif(WORLD < 4, reason="needs four workers")
+@pytest.mark.skipif(WORLD < 4, reason="needs four workers, which are started by hand: see tests/integration/test_launch.py")
 def test_three_of_four_workers():
     """Ranges are uneven."""
     three = dist.new_group([0, 1, 3])
