@@ -13,7 +13,7 @@ CODECS: dict[str, Compressor] = {
         _C.adaptive(min_numel=0), _C.adaptive(min_numel=0, ratio=0.25),
         _C.topk(min_numel=0), _C.topk(min_numel=0, ratio=0.1, values="float16"),
         _C.topk(min_numel=0, ratio=0.1, values="2bit"),
-        _C.qsgd(min_numel=0, block_size=128), _C.terngrad(min_numel=0), _C.natural(min_numel=0),
+        _C.qsgd(min_numel=0, block_size=128), _C.terngrad(min_numel=0, clip=2.5), _C.natural(min_numel=0),
         _C.blockwise8(min_numel=0, block_size=128), _C.signsgd(min_numel=0),
     ]
 }

@@ -17,14 +17,14 @@ from hvd_quant.registry import register
 class TernGrad(Stochastic):
     """Two bits an entry and one magnitude a tensor; about 1/16 of fp32.
 
-    v is clipped to +- ``clip`` standard deviations of the tensor; s is the largest magnitude then, and an entry is sent as
-    s * sign(v) with the chance \\|v\\| / s, else as 0. The mean is the clipped gradient, the variance of an entry s\\|v\\| - v^2, so
-    one large entry makes noise of all others: hence the clipping, which biases the largest ones.
+    s is the largest magnitude, and an entry is sent as s * sign(v) with the chance \\|v\\| / s, else as 0. The mean is the gradient,
+    the variance of an entry s\\|v\\| - v^2, so one large entry makes noise of all others. With ``clip``, v is clipped to so many
+    standard deviations of the tensor first, which biases the largest entries and takes noise from the rest.
 
-    The authors leave the last layer uncompressed: ``{"last.*": "none", "*": "terngrad"}``.
+    The authors clip at 2.5 and leave the last layer uncompressed: ``{"last.*": "none", "*": "terngrad:clip=2.5"}``.
 
-    Source: Wen, Xu, Yan, Wu, Wang, Chen, Li 2017. Different from there: the clipping never goes below the tensor's mean, as it
-    would where all entries are nearly equal, nothing of which would be sent.
+    Source: Wen, Xu, Yan, Wu, Wang, Chen, Li 2017. Different from there: nothing is clipped unless asked for, and the clipping never
+    goes below the tensor's mean, as it would where all entries are nearly equal, nothing of which would be sent.
 
     Arguments:
         clip: in standard deviations about the mean; 0: none, and the mean is the gradient itself.
@@ -32,7 +32,7 @@ class TernGrad(Stochastic):
 
     name = "terngrad"
     native = True
-    clip: float = 2.5
+    clip: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

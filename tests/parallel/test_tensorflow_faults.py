@@ -113,7 +113,7 @@ def test_a_worker_that_can_not_encode_is_named_by_all(own, monkeypatch, in_graph
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.1,min_numel=0,exchange=allgather",
-                                  "terngrad:min_numel=0,exchange=sra,memory=error_feedback"])
+                                  "terngrad:clip=2.5,min_numel=0,exchange=sra,memory=error_feedback"])
 def test_a_worker_whose_native_code_can_not_encode_is_named_by_all(monkeypatch, spec):
     compressor = get_compressor(spec)
     measure = type(compressor).measure
