@@ -84,7 +84,7 @@ def assert_equal(model, expected, hook, atol=0.0):
     for (name, p), (_, q) in zip(model.named_parameters(), expected.named_parameters()):
         exact = WORLD == 2 or name.removeprefix("module.") not in sums
         near = 0 if exact else 1e-6 if p.dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(p, q, rtol=0, atol=max(atol, near), msg=name)
+        torch.testing.assert_close(p, q, rtol=0, atol=max(atol, near), msg=lambda why: f"{name}: {why}")
 
 
 def kept(hook):
@@ -102,7 +102,9 @@ def test_the_hook_gives_what_the_optimizer_gives(compressor):
         for i in range(3):
             step(ddp, sgd, gradients(i))
             step(model, optimizer, gradients(i))
-            assert_equal(ddp, model, hook, 5e-4 if compressor.name in ("fp16", "powersgd") and WORLD > 2 else 0)
+            near = 5e-4 if compressor.name in ("fp16", "powersgd") and WORLD > 2 else 0
+            # The bits of a matrix product depend on the processor and on how gradients are aligned, which are parts of DDP's buckets.
+            assert_equal(ddp, model, hook, max(near, 1e-6) if compressor.name == "powersgd" else near)
         assert_same_everywhere(flat(ddp))
         stats, expected = hook.compression_stats(), optimizer.compression_stats()
         for key in ("steps", "dense_bytes", "wire_bytes", "void_tensors"):
