@@ -117,6 +117,12 @@ EDITS = (
         url="https://github.com/google/flatbuffers/pull/7227",
     ),
     Edit(
+        file="horovod/common/gloo/gloo_controller.cc",
+        find="global_ranks_.reserve(size_);",
+        replace="global_ranks_.resize(size_);",
+        reason="over Gloo the check for stalled workers took the list of all workers for empty, and never said or ended anything",
+    ),
+    Edit(
         file="cmake/Modules/FindNCCL.cmake",
         find='set(NCCL_LIBNAME "nccl")',
         replace="set(NCCL_LIBNAME nccl libnccl.so.2)",

@@ -60,7 +60,7 @@ def released(tmp_path):
         pytest.skip(f"Horovod's sources are not in the cache: {RELEASED}")
     with tarfile.open(RELEASED) as archive:
         for member in archive:
-            if re.search(r"\.(py|txt|cmake|h)$", member.name):
+            if re.search(r"\.(py|txt|cmake|h|cc)$", member.name):
                 archive.extract(member, tmp_path)
     return tmp_path / f"horovod-{program.VERSION}"
 
