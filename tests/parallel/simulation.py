@@ -442,6 +442,12 @@ TRAINING = [
 RUNS = [(scheme, op) for op, schemes in (("average", CODES + SAMPLED + TRAINING), ("sum", TRAINING)) for scheme in schemes]
 """What is exchanged and by which of Horovod's ops, of which codes know nothing."""
 
+
+def runs(workers):
+    """With more than two workers, sums of those that depend on how many there are."""
+    return [(scheme, op) for scheme, op in RUNS if workers == 2 or op == "average" or scheme.exchange == "sra" or scheme.clip_norm]
+
+
 # blocks are not cut, so it doesn't matter where hosts cut tensors
 BY_HOST = [Scheme(code="onebit", exchange="sra", hierarchical=True), Scheme(code="signsgd", hierarchical=True)]
 

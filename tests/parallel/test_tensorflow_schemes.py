@@ -124,9 +124,7 @@ def compressors(specs, **knobs):
     return {spec: (dataclasses.replace(get_compressor(spec), **{"min_numel": 0, **knobs}), hvd.Average) for spec in specs}
 
 
-# With more than two workers, sums of those that depend on how many there are.
-RUNS = [(scheme, op) for scheme, op in simulation.RUNS
-        if WORLD == 2 or op == "average" or scheme.exchange == "sra" or scheme.clip_norm]
+RUNS = simulation.runs(WORLD)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def simulated(scheme, workers=WORLD):
     return simulation.train(scheme, workers, 20)
 
 
-@pytest.mark.parametrize("scheme, op", simulation.RUNS, ids=lambda x: getattr(x, "spec", x))
+@pytest.mark.parametrize("scheme, op", simulation.runs(WORLD), ids=lambda x: getattr(x, "spec", x))
 def test_the_same_as_a_simulation_from_the_formulas(scheme, op, monkeypatch):
     """In what is sent, what optimizers get, and what is kept."""
     encode, payloads = Cargo._encode, []
