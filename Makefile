@@ -52,7 +52,7 @@ fuzz:
 threads:
 	@tests/native/run threads $(SECONDS)
 
-# The lines that no test runs, of the package (in their workers too: about 50 minutes) and of its kernels.
+# The lines that no test runs, of the package (in their workers too: an hour or so) and of its kernels.
 coverage: $(DONE)/package $(DONE)/horovod
 	@tests/coverage/run python
 	tests/coverage/run kernels

@@ -62,8 +62,8 @@ class Row:
 ROWS = [
     *map(Row, ["none", "fp16", "bf16", "onebit", "signsgd", "blockwise8", "natural", "qsgd", "qsgd:bits=2", "terngrad",
                "terngrad:clip=2.5", "threshold:tau=0.01", "threshold:tau=0.003,capacity=0.25", "adaptive", "topk", "topk:ratio=0.001",
-               "topk:values=sign", "topk:values=2bit", "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error", "topk:memory=ef21",
-               "topk:memory=ef21,eta=0.5", "randomk", "powersgd"]),
+               "topk:values=sign", "topk:values=2bit", "topk:scope=model", "topk:merge=sum", "topk:merge=replace", "topk:merge=error",
+               "topk:memory=ef21", "topk:memory=ef21,eta=0.5", "randomk", "powersgd"]),
     Row("terngrad:clip=2.5, last layer dense", compression={LAST_LAYER: "none", "*": "terngrad:clip=2.5"}),
     Row("none:momentum=0.9", lr=_WITH_MOMENTUM),
     Row("topk:momentum=0.9", lr=_WITH_MASKED_MOMENTUM),
