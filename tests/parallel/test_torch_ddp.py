@@ -103,7 +103,7 @@ def test_the_hook_gives_what_the_optimizer_gives(compressor):
             step(ddp, sgd, gradients(i))
             step(model, optimizer, gradients(i))
             near = 5e-4 if compressor.name in ("fp16", "powersgd") and WORLD > 2 else 0
-            # The bits of a matrix product depend on the processor and on how gradients are aligned, which are parts of DDP's buckets.
+            # On an AMD processor memory=none,rank=2 differs by 3e-8. Not alignment, which was tried; why isn't known.
             assert_equal(ddp, model, hook, max(near, 1e-6) if compressor.name == "powersgd" else near)
         assert_same_everywhere(flat(ddp))
         stats, expected = hook.compression_stats(), optimizer.compression_stats()
