@@ -17,6 +17,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import init, rank, shutdown
 
 from hvd_quant.tensorflow.functions import broadcast_variables
+from hvd_quant.tensorflow.state import slots_of
 from hvd_quant.tensorflow.variables import make_variables, plain, sums_of, variables_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
@@ -97,13 +98,15 @@ class TensorFlowKerasState(ObjectState):
         self._saved = [(variable, tf.identity(variable)) for variable in variables]
 
     def _kept(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """What a distributed optimizer keeps in addition: counts, which are the same on all workers, and what is this worker's own."""
+        """What is kept in addition: a distributed optimizer's counts, which are the same on all workers, and what is this worker's own."""
         from hvd_quant.keras.reducing import reducing  # which needs hvd_quant.tensorflow itself
 
         optimizer = reducing(self.optimizer)
-        if optimizer is None:
-            return [], []
-        slots, window = optimizer._hvd_reducer.state.by_place, optimizer._hvd_window
+        slots = [] if optimizer is None else optimizer._hvd_reducer.state.by_place
         counts = [count for slot in slots for count in slot.counts]
         own = [value for slot in slots for value in slot.state.values()]
+        for slot in slots_of(self.model.variables):
+            if slot not in slots:  # a tape's, or what bind() made: newcomers may not have it yet, and nothing common depends on its counts
+                own += [*slot.counts, *slot.state.values()]
+        window = None if optimizer is None else optimizer._hvd_window
         return (counts, own) if window is None else ([*counts, window.count], [*own, *window.sums])

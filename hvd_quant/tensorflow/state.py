@@ -172,6 +172,12 @@ def compresses() -> bool:
     return any(way.kind != "dense" for slot in _slots for way in slot.ways)
 
 
+def slots_of(variables: Iterable[Any]) -> list[Slot]:
+    """What this process keeps for variables, whoever reduces their gradients."""
+    sought = {id(plain(v)) for v in variables}
+    return [slot for slot in _slots if id(slot.variable) in sought]
+
+
 @dataclasses.dataclass
 class Account:
     """What the exchanges of gradients cost that travel together.

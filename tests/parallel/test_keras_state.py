@@ -10,6 +10,9 @@ if not tf.keras.layers.Layer.__module__.startswith("keras."):
 import keras
 
 import hvd_quant.keras as hvd
+from hvd_quant import get_compressor
+from hvd_quant.tensorflow import DistributedGradientTape
+from hvd_quant.tensorflow.state import slots_of
 from tests.parallel.keras_workers import (
     RANK,
     TOPK,
@@ -226,6 +229,31 @@ def test_elastic_state():
     np.testing.assert_array_equal(flat(model), after)
     with pytest.raises(ValueError, match="call model.build"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]), optimizer)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_elastic_state_of_what_a_tape_keeps(bound):
+    model = network(seed=RANK)
+    compression = get_compressor(TOPK).bind(model.trainable_variables) if bound else TOPK
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(data()[0]) ** 2) * (RANK + 1)
+        tape = DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, model.trainable_variables)
+
+    def kept():
+        return {(slot.label, key): value.numpy() for slot in slots_of(model.variables) for key, value in slot.state.items()}
+
+    state = hvd.elastic.KerasState(model, keras.optimizers.SGD(0.1))
+    state.sync()  # newcomers have no such variables yet where it is unbound
+    step()
+    state.commit()
+    before = kept()
+    step()
+    assert before and any((value != before[key]).any() for key, value in kept().items())
+    state.restore()
+    np.testing.assert_equal(kept(), before)
 
 
 @pytest.mark.parametrize("how, inner", [({"backward_passes_per_step": 3}, {}), ({}, {"gradient_accumulation_steps": 3})],
