@@ -37,6 +37,7 @@ docs: $(DONE)/package
 lint: $(DONE)/package
 	@$(BIN)/python -m ruff check
 	$(BIN)/python -m mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h')
 
 # The sdist, and a wheel for each set of frameworks, built, installed and tried in environments of their own (minutes).
 package-check: $(DONE)/package

@@ -10,6 +10,7 @@ too.
 Commands come through a Unix socket to `python allreduce_workers.py SOCKET FRAMEWORK`, which a `Workers` starts on each host.
 """
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -283,9 +284,12 @@ class Worker:
         self._pool = Pool(length, seed=self.rank)
 
     def clear(self) -> None:
-        """Drop the competitors that were prepared."""
+        """Drop the competitors that were prepared, and give their memory back: in what is kept of freed memory, tensors of other
+        sizes leave gaps, until workers that share a machine run out of it."""
         self._exchanges = []
         gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
 
     def prepare(self, row: str, workload: str) -> float:
         """Set one more competitor up and let it run a few times; the seconds of the last."""

@@ -24,6 +24,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/cast.h"
+#include "kernels/fields.h"
+#include "kernels/measure.h"
+#include "kernels/onebit.h"
+#include "kernels/restore.h"
+#include "kernels/sparse.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/log_memory.h"
 #include "tensorflow/core/framework/op.h"
@@ -31,13 +37,6 @@
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/shape_inference.h"
-
-#include "kernels/cast.h"
-#include "kernels/fields.h"
-#include "kernels/measure.h"
-#include "kernels/onebit.h"
-#include "kernels/restore.h"
-#include "kernels/sparse.h"
 
 namespace {
 
@@ -276,8 +275,7 @@ T scalar(OpKernelContext* ctx, const char* name) {
 }
 
 void check_vector(const Tensor& t, const char* name) {
-  expect(t.dims() == 1, name, " has ", t.dims(), " dimensions, expected a flat vector: pass tf.reshape(", name,
-         ", [-1])");
+  expect(t.dims() == 1, name, " has ", t.dims(), " dimensions, expected a flat vector: pass tf.reshape(", name, ", [-1])");
 }
 
 const Tensor& vector(OpKernelContext* ctx, const char* name) {
@@ -340,11 +338,10 @@ class Residual {
     lock_ = Lock(*variable_->mu());
     expect(variable_->is_initialized, missing);
     const Tensor& held = *variable_->tensor();
-    expect(held.dtype() == tensorflow::DT_FLOAT, "residual is ", tensorflow::DataTypeString(held.dtype()),
-           ", expected float");
+    expect(held.dtype() == tensorflow::DT_FLOAT, "residual is ", tensorflow::DataTypeString(held.dtype()), ", expected float");
     check_vector(held, "residual");
-    expect(numel < 0 || held.NumElements() == numel, "residual has ", held.NumElements(), " entries, expected as many as grad: ",
-           numel);
+    expect(numel < 0 || held.NumElements() == numel, "residual has ", held.NumElements(),
+           " entries, expected as many as grad: ", numel);
   }
 
   int64_t numel() const { return variable_->tensor()->NumElements(); }
@@ -388,7 +385,8 @@ class OfGradient : public Kernel {
 
 // Takes the encode of a range back, but for a payload that tells no more what was encoded.
 template <class Format>
-void take_back(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t range, const uint8_t* payload) {
+void take_back(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t range,
+               const uint8_t* payload) {
   const int64_t size = format.payload_bytes(cut.entries(), range);
   std::vector<uint8_t> clean(payload, payload + size);
   std::vector<float> decoded(cut.entries());
@@ -492,7 +490,8 @@ class SignsEncode : public Encode<Format> {
   using Encode<Format>::Encode;
 
  private:
-  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t, uint8_t* payload) override {
+  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t,
+              uint8_t* payload) override {
     hvd_quant::signs_encode(format.code, g, e, cut.entries(), payload, threads(ctx));
   }
 };
@@ -518,7 +517,8 @@ class FieldsEncode : public Encode<Format> {
   }
 
  private:
-  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t, uint8_t* payload) override {
+  void encode(OpKernelContext* ctx, const Format& format, const float* g, float* e, Cut cut, size_t,
+              uint8_t* payload) override {
     hvd_quant::fields_encode(format.code, rounding(ctx, cut), g, e, cut.entries(), payload, threads(ctx));
   }
 
@@ -659,8 +659,8 @@ class Locate : public Kernel {
     const Tensor& gathered = vector(ctx, "gathered");
     const int64_t rows = scalar<int32_t>(ctx, "rows"), count = rows * columns_, total = gathered.NumElements();
     expect(rows > 0, "world is ", rows, ", expected the number of workers");
-    expect(sizes_.empty() || int64_t(sizes_.size()) == columns_ || int64_t(sizes_.size()) == count, "sizes has ",
-           sizes_.size(), " entries, expected one for each of ", columns_, " columns or ", count, " payloads");
+    expect(sizes_.empty() || int64_t(sizes_.size()) == columns_ || int64_t(sizes_.size()) == count, "sizes has ", sizes_.size(),
+           " entries, expected one for each of ", columns_, " columns or ", count, " payloads");
     auto* table = new_output<int64_t>(ctx, {rows, columns_, 2});
     std::vector<int64_t> sizes(count, -1);
     for (int64_t i = 0; i < count && !sizes_.empty(); ++i) sizes[i] = sizes_[i % int64_t(sizes_.size())];
@@ -729,9 +729,10 @@ class OfPayloads : public Kernel {
     for (int64_t i = int64_t(range) * each; i < int64_t(range + 1) * each; ++i) {
       const int64_t first = at(i, column_, 0), size = at(i, column_, 1);
       if (first < 0)
-        throw PayloadError(hvd_quant::format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is "
-                                             "damaged, or compression settings differ between workers",
-                                             (long long)(table.dim_size(0) * table.dim_size(1)), (long long)total));
+        throw PayloadError(
+            hvd_quant::format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is "
+                              "damaged, or compression settings differ between workers",
+                              (long long)(table.dim_size(0) * table.dim_size(1)), (long long)total));
       expect(size >= 0 && first + size <= total, "table has a payload from ", first, " to ", first + size, " of ", total);
       found.push_back({gathered.unaligned_flat<uint8_t>().data() + first, size});
     }
@@ -1000,6 +1001,18 @@ class Now : public Kernel {
   }
 };
 
+class SimdLevel : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+ private:
+  void run(OpKernelContext* ctx) override {
+    Tensor level(tensorflow::DT_STRING, TensorShape({}));
+    level.scalar<tensorflow::tstring>()() = hvd_quant::level_name(hvd_quant::level());
+    ctx->set_output(0, level);
+  }
+};
+
 class Require : public Kernel {
  public:
   using Kernel::Kernel;
@@ -1053,11 +1066,12 @@ absl::Status vector_of_numel(InferenceContext* ctx) {
   });
 }
 
-#define REGISTER_OF_GRADIENT(NAME, KERNEL, ARGUMENTS, OUTPUTS, SHAPE)                  \
-  REGISTER_OP(NAME).Input("grad: float") ARGUMENTS OUTPUTS.SetShapeFn(SHAPE);          \
-  REGISTER_OP(NAME "WithResidual").Input("grad: float") ARGUMENTS.Input("residual: resource") \
-      OUTPUTS.SetIsStateful().SetShapeFn(SHAPE);                                       \
-  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL);                      \
+#define REGISTER_OF_GRADIENT(NAME, KERNEL, ARGUMENTS, OUTPUTS, SHAPE)                     \
+  REGISTER_OP(NAME).Input("grad: float") ARGUMENTS OUTPUTS.SetShapeFn(SHAPE);             \
+  REGISTER_OP(NAME "WithResidual")                                                        \
+      .Input("grad: float") ARGUMENTS.Input("residual: resource") OUTPUTS.SetIsStateful() \
+      .SetShapeFn(SHAPE);                                                                 \
+  REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), KERNEL);                         \
   REGISTER_KERNEL_BUILDER(Name(NAME "WithResidual").Device(DEVICE_CPU), KERNEL)
 
 #define WORKER .Input("worker: int32")
@@ -1065,8 +1079,7 @@ absl::Status vector_of_numel(InferenceContext* ctx) {
 #define SIGNS .Attr("block_size: int").Attr("zeros: bool")
 #define QSGD .Attr("bits: int").Attr("block_size: int")
 #define BLOCKWISE8 .Attr("code: string").Attr("block_size: int")
-#define AT_RANDOM \
-  .Input("step: int64").Input("rank: int32").Attr("stream: int").Attr("first: int").Attr("phase: int")
+#define AT_RANDOM .Input("step: int64").Input("rank: int32").Attr("stream: int").Attr("first: int").Attr("phase: int")
 #define NO_ATTRIBUTES
 #define SPARSE .Attr("slots: list(int)")
 #define TOPK SPARSE.Attr("values: string")
@@ -1077,25 +1090,30 @@ REGISTER_OF_GRADIENT("HvdQuantSignsgdEncode", SignsEncode<SignSgd>, WORKER SIGNS
 REGISTER_OF_GRADIENT("HvdQuantQsgdEncode", FieldsEncode<Qsgd>, WORKER AT_RANDOM QSGD.Attr("norm: string"), PAYLOADS,
                      payloads_of<Qsgd>);
 REGISTER_OF_GRADIENT("HvdQuantTerngradMeasure", TernGradMeasure, .Input("clip: double"), .Output("largest: float"), one_number);
-REGISTER_OF_GRADIENT("HvdQuantTerngradEncode", FieldsEncode<TernGrad>, WORKER .Input("largest: float") AT_RANDOM, PAYLOADS,
+REGISTER_OF_GRADIENT("HvdQuantTerngradEncode", FieldsEncode<TernGrad>, WORKER.Input("largest: float") AT_RANDOM, PAYLOADS,
                      payloads_of<TernGrad>);
 REGISTER_OF_GRADIENT("HvdQuantNaturalEncode", FieldsEncode<Natural>, WORKER AT_RANDOM, PAYLOADS, payloads_of<Natural>);
-REGISTER_OF_GRADIENT("HvdQuantBlockwise8Encode", FieldsEncode<Blockwise8>, WORKER BLOCKWISE8, PAYLOADS, payloads_of<Blockwise8>);
-REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, WORKER .Input("step: int64").Attr("tau: float") SPARSE,
+REGISTER_OF_GRADIENT("HvdQuantBlockwise8Encode", FieldsEncode<Blockwise8>, WORKER BLOCKWISE8, PAYLOADS,
+                     payloads_of<Blockwise8>);
+REGISTER_OF_GRADIENT("HvdQuantThresholdEncode", ThresholdEncode, WORKER.Input("step: int64").Attr("tau: float") SPARSE,
                      PAYLOADS, payloads_of<Sparse<Code::threshold>>);
 REGISTER_OF_GRADIENT("HvdQuantAdaptiveMeasure", AdaptiveMeasure, .Input("ratio: double").Input("step: int64"),
                      .Output("thresholds: float"), two_thresholds);
-REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, WORKER .Input("thresholds: float").Input("step: int64") SPARSE,
+REGISTER_OF_GRADIENT("HvdQuantAdaptiveEncode", AdaptiveEncode, WORKER.Input("thresholds: float").Input("step: int64") SPARSE,
                      PAYLOADS, payloads_of<Sparse<Code::adaptive>>);
 REGISTER_OF_GRADIENT("HvdQuantTopkMeasure", TopkMeasure, .Input("ratio: double").Input("step: int64"),
                      .Output("thresholds: float"), two_thresholds);
-REGISTER_OF_GRADIENT("HvdQuantModelMeasure", ModelMeasure, .Input("ratio: double").Input("step: int64").Input("threshold: float"),
+REGISTER_OF_GRADIENT("HvdQuantModelMeasure", ModelMeasure,
+                     .Input("ratio: double").Input("step: int64").Input("threshold: float"),
                      .Output("thresholds: float").Output("magnitudes: float"), thresholds_and_sample);
-REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, WORKER .Input("thresholds: float").Input("step: int64") TOPK,
-                     PAYLOADS, payloads_of<Sparse<Code::topk>>);
+REGISTER_OF_GRADIENT("HvdQuantTopkEncode", TopkEncode, WORKER.Input("thresholds: float").Input("step: int64") TOPK, PAYLOADS,
+                     payloads_of<Sparse<Code::topk>>);
 
 REGISTER_OP("HvdQuantCastEncode").Input("grad: float") WORKER CAST PAYLOADS.SetShapeFn(payloads_of<Values>);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantCastEncode").Device(DEVICE_CPU), CastEncode);
+
+REGISTER_OP("HvdQuantSimdLevel").Output("level: string").SetShapeFn(tensorflow::shape_inference::ScalarShape);
+REGISTER_KERNEL_BUILDER(Name("HvdQuantSimdLevel").Device(DEVICE_CPU), SimdLevel);
 
 REGISTER_OP("HvdQuantLocate")
     .Input("gathered: uint8")
@@ -1114,11 +1132,18 @@ REGISTER_KERNEL_BUILDER(Name("HvdQuantLocate").Device(DEVICE_CPU), Locate);
 #define OF_PAYLOADS .Attr("numel: int >= 0").Attr("bounds: list(int) = []").Attr("column: int >= 0 = 0")
 
 // `out`, if there is one, is memory that the sum may take.
-#define REGISTER_DECODER(NAME, FORMAT, ATTRIBUTES)                                              \
-  REGISTER_OP(NAME).Input("gathered: uint8").Input("table: int64").Input("scale: float")        \
-      .Input("teller: int32").Input("out: N * float") ATTRIBUTES OF_PAYLOADS.Attr("name_of: string")                   \
-      .Attr("owner: int = -1").Attr("N: int >= 0").Output("sum: float").Output("failure: uint8") \
-      .SetShapeFn(vector_of_numel);                                                             \
+#define REGISTER_DECODER(NAME, FORMAT, ATTRIBUTES)                            \
+  REGISTER_OP(NAME)                                                           \
+      .Input("gathered: uint8")                                               \
+      .Input("table: int64")                                                  \
+      .Input("scale: float")                                                  \
+      .Input("teller: int32")                                                 \
+      .Input("out: N * float") ATTRIBUTES OF_PAYLOADS.Attr("name_of: string") \
+      .Attr("owner: int = -1")                                                \
+      .Attr("N: int >= 0")                                                    \
+      .Output("sum: float")                                                   \
+      .Output("failure: uint8")                                               \
+      .SetShapeFn(vector_of_numel);                                           \
   REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Decode<FORMAT>)
 
 REGISTER_DECODER("HvdQuantOnebitDecodeSum", Onebit, SIGNS);
@@ -1132,10 +1157,14 @@ REGISTER_DECODER("HvdQuantAdaptiveDecodeSum", Sparse<Code::adaptive>, SPARSE);
 REGISTER_DECODER("HvdQuantTopkDecodeSum", Sparse<Code::topk>, TOPK);
 REGISTER_DECODER("HvdQuantCastDecodeSum", Values, CAST);
 
-#define REGISTER_UNDO(NAME, FORMAT, ATTRIBUTES)                                                 \
-  REGISTER_OP(NAME).Input("grad: float").Input("flags: int32").Input("payload: uint8")          \
-      .Input("residual: resource") ATTRIBUTES.Attr("bounds: list(int) = []")                    \
-      .SetIsStateful().SetShapeFn(tensorflow::shape_inference::NoOutputs);                      \
+#define REGISTER_UNDO(NAME, FORMAT, ATTRIBUTES)                              \
+  REGISTER_OP(NAME)                                                          \
+      .Input("grad: float")                                                  \
+      .Input("flags: int32")                                                 \
+      .Input("payload: uint8")                                               \
+      .Input("residual: resource") ATTRIBUTES.Attr("bounds: list(int) = []") \
+      .SetIsStateful()                                                       \
+      .SetShapeFn(tensorflow::shape_inference::NoOutputs);                   \
   REGISTER_KERNEL_BUILDER(Name(NAME).Device(DEVICE_CPU), Undo<FORMAT>)
 
 REGISTER_UNDO("HvdQuantOnebitUndo", Onebit, SIGNS);
@@ -1151,9 +1180,7 @@ REGISTER_UNDO("HvdQuantTopkUndo", Sparse<Code::topk>, TOPK);
 REGISTER_OP("HvdQuantFlags")
     .Input("gathered: uint8")
     .Input("table: int64")
-    .Attr("codec: string")
-    OF_PAYLOADS
-    .Output("flags: int32")
+    .Attr("codec: string") OF_PAYLOADS.Output("flags: int32")
     .SetShapeFn(tensorflow::shape_inference::ScalarShape);
 REGISTER_KERNEL_BUILDER(Name("HvdQuantFlags").Device(DEVICE_CPU), Flags);
 

@@ -56,15 +56,16 @@ std::tuple<const float*, float*> state(const Tensor& grad, const Residual& resid
   check_vector(grad, "grad", at::kFloat);
   if (!residual) return {grad.const_data_ptr<float>(), nullptr};
   check_vector(*residual, "residual", at::kFloat);
-  TORCH_CHECK_VALUE(residual->numel() == grad.numel(), "residual has ", residual->numel(), " entries, expected as many as grad: ",
-                    grad.numel());
+  TORCH_CHECK_VALUE(residual->numel() == grad.numel(), "residual has ", residual->numel(),
+                    " entries, expected as many as grad: ", grad.numel());
   return {grad.const_data_ptr<float>(), residual->mutable_data_ptr<float>()};
 }
 
 Tensor empty_payload(int64_t nbytes) { return at::empty({nbytes}, at::TensorOptions(at::kByte)); }
 
 void check_block_size(int64_t block_size) {
-  TORCH_CHECK_VALUE(block_size > 0 && block_size % 64 == 0, "block_size is ", block_size, ", expected a positive multiple of 64");
+  TORCH_CHECK_VALUE(block_size > 0 && block_size % 64 == 0, "block_size is ", block_size,
+                    ", expected a positive multiple of 64");
 }
 
 void check_slots(int64_t slots) {
@@ -72,16 +73,15 @@ void check_slots(int64_t slots) {
                     ", expected a positive multiple of 8 below 2^32");
 }
 
-void check_ratio(double ratio) {
-  TORCH_CHECK_VALUE(ratio > 0 && ratio <= 1, "ratio is ", ratio, ", expected 0 < ratio <= 1");
-}
+void check_ratio(double ratio) { TORCH_CHECK_VALUE(ratio > 0 && ratio <= 1, "ratio is ", ratio, ", expected 0 < ratio <= 1"); }
 
 std::tuple<float, float> beyond(const Tensor& thresholds) {
   const hvd_quant::DenormalGuard guard;  // the smallest threshold is a denormal
   check_vector(thresholds, "thresholds", at::kFloat);
   TORCH_CHECK_VALUE(thresholds.numel() == 2, "thresholds has ", thresholds.numel(), " entries, expected 2");
   const float* tau = thresholds.const_data_ptr<float>();
-  TORCH_CHECK_VALUE(tau[0] > 0 && tau[1] < 0, "thresholds is (", tau[0], ", ", tau[1], "), expected a positive and a negative one");
+  TORCH_CHECK_VALUE(tau[0] > 0 && tau[1] < 0, "thresholds is (", tau[0], ", ", tau[1],
+                    "), expected a positive and a negative one");
   return {tau[0], tau[1]};
 }
 
@@ -137,7 +137,8 @@ std::string signs_decode_sum(const std::vector<Tensor>& payloads, int64_t block_
 
 Tensor fields_encode(const Fields& code, const hvd_quant::Rounding& rounding, const Tensor& grad, const Residual& residual) {
   const auto [g, e] = state(grad, residual);
-  TORCH_CHECK_VALUE(rounding.first >= 0 && rounding.first % 64 == 0, "first is ", rounding.first, ", expected a multiple of 64");
+  TORCH_CHECK_VALUE(rounding.first >= 0 && rounding.first % 64 == 0, "first is ", rounding.first,
+                    ", expected a multiple of 64");
   Tensor payload = empty_payload(hvd_quant::fields_payload_bytes(code, grad.numel()));
   hvd_quant::fields_encode(code, rounding, g, e, grad.numel(), payload.mutable_data_ptr<uint8_t>(), threads());
   return payload;
@@ -145,9 +146,8 @@ Tensor fields_encode(const Fields& code, const hvd_quant::Rounding& rounding, co
 
 std::string fields_decode_sum(const Fields& code, const std::vector<Tensor>& payloads, double scale, const Tensor& out) {
   const std::vector<Bytes> bytes = bytes_of(payloads, out);
-  return complaint([&] {
-    hvd_quant::fields_decode_sum(code, bytes, out.numel(), float(scale), out.mutable_data_ptr<float>(), threads());
-  });
+  return complaint(
+      [&] { hvd_quant::fields_decode_sum(code, bytes, out.numel(), float(scale), out.mutable_data_ptr<float>(), threads()); });
 }
 
 Fields qsgd_fields(int64_t bits, int64_t block_size) {
@@ -159,10 +159,12 @@ Fields qsgd_fields(int64_t bits, int64_t block_size) {
 Tensor qsgd_encode(const Tensor& grad, const Residual& residual, int64_t bits, std::string norm, int64_t block_size,
                    int64_t stream, int64_t first, int64_t step, int64_t rank, int64_t phase) {
   TORCH_CHECK_VALUE(norm == "max" || norm == "l2", "norm is ", norm, ", expected max or l2");
-  return fields_encode(qsgd_fields(bits, block_size), at_random({stream, first, step, rank, phase}, norm == "l2"), grad, residual);
+  return fields_encode(qsgd_fields(bits, block_size), at_random({stream, first, step, rank, phase}, norm == "l2"), grad,
+                       residual);
 }
 
-std::string qsgd_decode_sum(const std::vector<Tensor>& payloads, int64_t bits, int64_t block_size, double scale, const Tensor& out) {
+std::string qsgd_decode_sum(const std::vector<Tensor>& payloads, int64_t bits, int64_t block_size, double scale,
+                            const Tensor& out) {
   return fields_decode_sum(qsgd_fields(bits, block_size), payloads, scale, out);
 }
 
@@ -181,7 +183,8 @@ Tensor terngrad_encode(const Tensor& grad, const Residual& residual, const Tenso
   TORCH_CHECK_VALUE(largest.numel() == 1, "largest has ", largest.numel(), " entries, expected 1");
   const float scale = *largest.const_data_ptr<float>();
   TORCH_CHECK_VALUE(scale >= 0 && std::isfinite(scale), "largest is ", scale, ", expected a finite number of at least 0");
-  return fields_encode(hvd_quant::terngrad_fields(), at_random({stream, first, step, rank, phase}, false, scale), grad, residual);
+  return fields_encode(hvd_quant::terngrad_fields(), at_random({stream, first, step, rank, phase}, false, scale), grad,
+                       residual);
 }
 
 std::string terngrad_decode_sum(const std::vector<Tensor>& payloads, double scale, const Tensor& out) {
@@ -212,8 +215,8 @@ std::string blockwise8_decode_sum(const std::vector<Tensor>& payloads, std::stri
   return fields_decode_sum(blockwise8_fields(code, block_size), payloads, scale, out);
 }
 
-Tensor sparse_encode(Code code, const Tensor& grad, const Residual& residual, std::tuple<float, float> tau,
-                     int64_t slots, int64_t step) {
+Tensor sparse_encode(Code code, const Tensor& grad, const Residual& residual, std::tuple<float, float> tau, int64_t slots,
+                     int64_t step) {
   const auto [g, e] = state(grad, residual);
   check_slots(slots);
   Tensor payload = empty_payload(SparseLayout(code, grad.numel(), slots).payload_bytes);
@@ -229,13 +232,12 @@ Tensor threshold_encode(const Tensor& grad, const Residual& residual, double tau
   return sparse_encode(Code::threshold, grad, residual, {t, -t}, slots, step);
 }
 
-Tensor adaptive_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots,
-                       int64_t step) {
+Tensor adaptive_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots, int64_t step) {
   return sparse_encode(Code::adaptive, grad, residual, beyond(thresholds), slots, step);
 }
 
-Tensor topk_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots,
-                   std::string values, int64_t step) {
+Tensor topk_encode(const Tensor& grad, const Residual& residual, const Tensor& thresholds, int64_t slots, std::string values,
+                   int64_t step) {
   return sparse_encode(topk_code(values), grad, residual, beyond(thresholds), slots, step);
 }
 
@@ -323,13 +325,13 @@ std::string cast_decode_sum(const std::vector<Tensor>& payloads, std::string dty
 void stream_add(const Tensor& a, const Tensor& b, const Tensor& out) {
   for (const Tensor* t : {&a, &b, &out}) {
     check_vector(*t, "vector", at::kFloat);
-    TORCH_CHECK_VALUE(t->numel() == out.numel(), "vectors of ", t->numel(), " and ", out.numel(), " entries, expected the same");
+    TORCH_CHECK_VALUE(t->numel() == out.numel(), "vectors of ", t->numel(), " and ", out.numel(),
+                      " entries, expected the same");
   }
   const float *x = a.const_data_ptr<float>(), *y = b.const_data_ptr<float>();
   float* z = out.mutable_data_ptr<float>();
-  threads()(out.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    hvd_quant::loops().add_all(x + begin, y + begin, z + begin, end - begin);
-  });
+  threads()(out.numel(), 1 << 15,
+            [&](int64_t begin, int64_t end) { hvd_quant::loops().add_all(x + begin, y + begin, z + begin, end - begin); });
 }
 
 void stream_read(const Tensor& a) {
@@ -341,9 +343,8 @@ void stream_read(const Tensor& a) {
 void stream_fill(const Tensor& out, double value, bool bypass_caches) {
   check_vector(out, "vector", at::kFloat);
   float* z = out.mutable_data_ptr<float>();
-  threads()(out.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    hvd_quant::loops().fill(float(value), z + begin, end - begin, bypass_caches);
-  });
+  threads()(out.numel(), 1 << 15,
+            [&](int64_t begin, int64_t end) { hvd_quant::loops().fill(float(value), z + begin, end - begin, bypass_caches); });
 }
 
 std::string simd_level() { return hvd_quant::level_name(hvd_quant::level()); }
@@ -372,8 +373,9 @@ TORCH_LIBRARY(hvd_quant, m) {
   m.def("adaptive_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, int step) -> Tensor");
   m.def("adaptive_decode_sum(Tensor[] payloads, int slots, *, float scale, Tensor(a!) out) -> str");
   m.def("topk_measure(Tensor grad, Tensor? residual, float ratio, int step) -> Tensor");
-  m.def("model_measure(Tensor grad, Tensor? residual, float ratio, int step, Tensor(a!) magnitudes, Tensor(b!) threshold)"
-        " -> Tensor");
+  m.def(
+      "model_measure(Tensor grad, Tensor? residual, float ratio, int step, Tensor(a!) magnitudes, Tensor(b!) threshold)"
+      " -> Tensor");
   m.def("topk_encode(Tensor grad, Tensor(a!)? residual, Tensor thresholds, int slots, str values, int step) -> Tensor");
   m.def("topk_decode_sum(Tensor[] payloads, int slots, str values, *, float scale, Tensor(a!) out) -> str");
   m.def("cast_encode(Tensor grad, str dtype, str codec) -> Tensor");

@@ -33,6 +33,7 @@ from array_api_compat import array_namespace, device
 MAGIC = b"HQ"
 WIRE_VERSION = 1
 HEADER_BYTES = 32
+"""Of a payload, before its body."""
 
 NONFINITE = 1
 """Flag: the gradient held a NaN, an infinity, or a value whose sum with the residual overflowed."""

@@ -10,9 +10,7 @@ namespace hvd_quant {
 
 inline int64_t cast_body_bytes(Cast type, int64_t numel) { return numel * (type == Cast::float32 ? 4 : 2); }
 
-inline int64_t cast_payload_bytes(Cast type, int64_t numel) {
-  return kHeaderBytes + padded(cast_body_bytes(type, numel));
-}
+inline int64_t cast_payload_bytes(Cast type, int64_t numel) { return kHeaderBytes + padded(cast_body_bytes(type, numel)); }
 
 // Writes a whole payload of cast_payload_bytes().
 inline void cast_encode(Cast type, const std::string& codec, const float* g, int64_t numel, uint8_t* payload,
@@ -29,8 +27,8 @@ inline void cast_encode(Cast type, const std::string& codec, const float* g, int
 }
 
 // out = scale times the sum of the payloads.
-inline void cast_decode_sum(Cast type, const std::string& codec, const std::vector<Bytes>& payloads, int64_t numel,
-                            float scale, float* out, const Parallel& parallel) {
+inline void cast_decode_sum(Cast type, const std::string& codec, const std::vector<Bytes>& payloads, int64_t numel, float scale,
+                            float* out, const Parallel& parallel) {
   std::vector<const uint8_t*> bodies(payloads.size());
   const bool finite = check_all(payloads.size(), parallel, numel, out, [&](int64_t i) {
     const uint8_t flags = check(payloads[i], codec, numel, cast_body_bytes(type, numel));

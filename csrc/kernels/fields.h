@@ -43,8 +43,8 @@ inline Fields qsgd_fields(int bits, int64_t block_size) {
 inline Fields terngrad_fields() { return {"terngrad", Grid::linear, 2, kRun, Fields::Scales::one, nullptr}; }
 inline Fields natural_fields() { return {"natural", Grid::natural, 8, kRun, Fields::Scales::none, nullptr}; }
 inline Fields blockwise8_fields(bool dynamic, int64_t block_size) {
-  return {"blockwise8", dynamic ? Grid::dynamic : Grid::linear, 8, block_size, Fields::Scales::blocks,
-          dynamic ? &dynamic_code() : nullptr};
+  return {"blockwise8",           dynamic ? Grid::dynamic : Grid::linear, 8, block_size,
+          Fields::Scales::blocks, dynamic ? &dynamic_code() : nullptr};
 }
 
 inline int64_t fields_scales(const Fields& code, int64_t numel) {
@@ -90,7 +90,10 @@ inline Rounding to_nearest() { return {false, 0, 0, 0, false, 0}; }
 inline float terngrad_measure(const float* g, const float* e, int64_t numel, double clip, const Parallel& parallel) {
   const DenormalGuard guard;
   constexpr int64_t kChunk = int64_t{1} << 15;  // sums don't depend on how many threads there are
-  struct Moments { double sum, square; float most; };
+  struct Moments {
+    double sum, square;
+    float most;
+  };
   std::vector<Moments> each(size_t(ceil_div(numel, kChunk)));
   parallel(int64_t(each.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -18,9 +18,9 @@ enum class Grid { linear, dynamic, natural };
 // The dynamic code: what each field stands for, half-way marks between magnitudes, and, for each interval of a float's
 // first bits, how many marks lie below it: all of them but one at most.
 struct DynamicCode {
-  static constexpr int kCellBits = 17;                    // of a float that tell nothing of its cell
-  static constexpr uint32_t kFirst = (127 - 22) << 6;     // the cell of 2^-22, which is below the first mark
-  static constexpr int kCells = 22 * 64 + 1;              // up to that of 1
+  static constexpr int kCellBits = 17;                 // of a float that tell nothing of its cell
+  static constexpr uint32_t kFirst = (127 - 22) << 6;  // the cell of 2^-22, which is below the first mark
+  static constexpr int kCells = 22 * 64 + 1;           // up to that of 1
   float values[256], marks[129];
   uint32_t below[kCells];
 };
@@ -59,8 +59,8 @@ enum class Cast { float32, float16, bfloat16 };
 // The functions of loops.h, compiled for one level.
 struct Loops {
   uint64_t (*weigh)(const uint8_t*, int64_t);
-  bool (*onebit_encode_blocks)(const float*, float*, float*, int64_t, int64_t, bool, bool, int64_t, int64_t, uint8_t*,
-                               uint8_t*, uint8_t*);
+  bool (*onebit_encode_blocks)(const float*, float*, float*, int64_t, int64_t, bool, bool, int64_t, int64_t, uint8_t*, uint8_t*,
+                               uint8_t*);
   void (*onebit_decode_blocks)(const OnebitView*, int, int64_t, int64_t, bool, bool, int64_t, int64_t, float, float*, bool);
   bool (*scan_unit)(const float*, float*, int, float, float, uint64_t*, int*, int*);
   int (*list_unit)(const uint64_t*, int, uint8_t*, uint16_t*, const float*, const float*);

@@ -160,14 +160,10 @@ static bool onebit_encode_blocks(const float* g, float* e, float* scratch, int64
     const int64_t at = b * block_size, n = numel - at < block_size ? numel - at : block_size;
     float pair[2];
     uint8_t *s = signs + at / 8, *z = nonzeros + at / 8;
-    if (e && zeros)
-      fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, true);
-    else if (e)
-      fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, false);
-    else if (zeros)
-      fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, true);
-    else
-      fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, false);
+    if (e && zeros) fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, true);
+    else if (e) fine &= onebit_block(g + at, e + at, e + at, n, mirrored, pair, s, z, true, false);
+    else if (zeros) fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, true);
+    else fine &= onebit_block(g + at, nullptr, scratch, n, mirrored, pair, s, z, false, false);
     __builtin_memcpy(levels + size * b, pair, size_t(size));
   }
   return fine;
@@ -211,10 +207,8 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
         x[i] = mul(x[i], factor);
         const int64_t rest = left - 16 * i;
         if (rest >= 16) {
-          if (streamed)
-            stream(out + at + 16 * i, x[i]);
-          else
-            store(out + at + 16 * i, x[i]);
+          if (streamed) stream(out + at + 16 * i, x[i]);
+          else store(out + at + 16 * i, x[i]);
         } else if (rest > 0) {
           store_part(out + at + 16 * i, x[i], int(rest));
         }
@@ -226,14 +220,10 @@ HVD_QUANT_INLINE void onebit_decode(const OnebitView* payloads, int n, int64_t n
 
 static void onebit_decode_blocks(const OnebitView* payloads, int n, int64_t numel, int64_t block_size, bool zeros,
                                  bool mirrored, int64_t first, int64_t last, float scale, float* out, bool streamed) {
-  if (zeros && streamed)
-    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, true);
-  else if (zeros)
-    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, false);
-  else if (streamed)
-    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, true);
-  else
-    onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, false);
+  if (zeros && streamed) onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, true);
+  else if (zeros) onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, true, false);
+  else if (streamed) onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, true);
+  else onebit_decode(payloads, n, numel, block_size, mirrored, first, last, scale, out, false, false);
 }
 
 // ------------------------------------------------------------------------------------------------------------- sparse
@@ -498,10 +488,8 @@ HVD_QUANT_INLINE bool cast_all(const float* x, int64_t n, uint8_t* out, const Ca
       over = either(over, either(ge(a, up), ge(down, a)));
       a = select(gt(a, largest), largest, select(gt(smallest, a), smallest, a));
     }
-    if (lanes == 16)
-      to_cast(a, out + size * i, 16, type);
-    else
-      to_cast(a, out + size * i, lanes, type);
+    if (lanes == 16) to_cast(a, out + size * i, 16, type);
+    else to_cast(a, out + size * i, lanes, type);
   }
   return bits(ok) == 0xffff && !bits(over);
 }
@@ -530,8 +518,8 @@ HVD_QUANT_INLINE F from_cast(const uint8_t* p, int lanes, const Cast type) {
 }
 
 // `scale` times the sum of the entries [first, last) of n bodies.
-HVD_QUANT_INLINE void add_casts(const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale,
-                                float* out, bool streamed, const Cast type) {
+HVD_QUANT_INLINE void add_casts(const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale, float* out,
+                                bool streamed, const Cast type) {
   const F zero = set(0), factor = set(scale);
   const int64_t size = type == Cast::float32 ? 4 : 2;
   int64_t at = first;
@@ -541,10 +529,8 @@ HVD_QUANT_INLINE void add_casts(const uint8_t* const* bodies, int n, int64_t fir
       __builtin_prefetch(bodies[p] + size * (at + kAhead), 0, 3);
       x = add(x, from_cast(bodies[p] + size * at, 16, type));
     }
-    if (streamed)
-      stream(out + at, mul(x, factor));
-    else
-      store(out + at, mul(x, factor));
+    if (streamed) stream(out + at, mul(x, factor));
+    else store(out + at, mul(x, factor));
   }
   if (at < last) {
     F x = zero;
@@ -554,14 +540,11 @@ HVD_QUANT_INLINE void add_casts(const uint8_t* const* bodies, int n, int64_t fir
   if (streamed) fence();
 }
 
-static void cast_sum(Cast type, const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale,
-                     float* out, bool streamed) {
-  if (type == Cast::float32)
-    add_casts(bodies, n, first, last, scale, out, streamed, Cast::float32);
-  else if (type == Cast::float16)
-    add_casts(bodies, n, first, last, scale, out, streamed, Cast::float16);
-  else
-    add_casts(bodies, n, first, last, scale, out, streamed, Cast::bfloat16);
+static void cast_sum(Cast type, const uint8_t* const* bodies, int n, int64_t first, int64_t last, float scale, float* out,
+                     bool streamed) {
+  if (type == Cast::float32) add_casts(bodies, n, first, last, scale, out, streamed, Cast::float32);
+  else if (type == Cast::float16) add_casts(bodies, n, first, last, scale, out, streamed, Cast::float16);
+  else add_casts(bodies, n, first, last, scale, out, streamed, Cast::bfloat16);
 }
 
 // ----------------------------------------------------------------------- qsgd, terngrad, natural, blockwise8: fields
@@ -684,10 +667,8 @@ HVD_QUANT_INLINE void add_moments(const float* g, const float* e, int64_t n, dou
 }
 
 static void moments(const float* g, const float* e, int64_t n, double* total, double* squares, float* most) {
-  if (e)
-    add_moments(g, e, n, total, squares, most, true);
-  else
-    add_moments(g, nullptr, n, total, squares, most, false);
+  if (e) add_moments(g, e, n, total, squares, most, true);
+  else add_moments(g, nullptr, n, total, squares, most, false);
 }
 
 // Fields of 64 entries of v, of which `left` exist, and what they leave of v in `rest` unless that is null. Sixteen bytes
@@ -707,19 +688,17 @@ HVD_QUANT_INLINE void group_of_fields(const Fields& c, const Rounding& r, const 
       packed = either(packed, shl(field, i / planes * width));
       if (!rest) continue;
       const F left_over = sub(x, value_of(field, scale, c, grid, width));
-      if (full)
-        store(rest + 16 * i, left_over);
-      else
-        store_part(rest + 16 * i, left_over, lanes);
+      if (full) store(rest + 16 * i, left_over);
+      else store_part(rest + 16 * i, left_over, lanes);
     }
     to_bytes(packed, out + 16 * plane);
   }
 }
 
 // The blocks [first, last) of a tensor. `scratch` holds one block and stands in for a missing residual.
-HVD_QUANT_INLINE bool encode_fields(const Fields& c, const Rounding& r, const float* g, float* e, float* scratch,
-                                    int64_t numel, int64_t first, int64_t last, uint8_t* scales, uint8_t* fields,
-                                    const Grid grid, const int width, const bool randomly) {
+HVD_QUANT_INLINE bool encode_fields(const Fields& c, const Rounding& r, const float* g, float* e, float* scratch, int64_t numel,
+                                    int64_t first, int64_t last, uint8_t* scales, uint8_t* fields, const Grid grid,
+                                    const int width, const bool randomly) {
   bool fine = true;
   for (int64_t b = first; b < last; ++b) {
     const int64_t begin = b * c.block, n = numel - begin < c.block ? numel - begin : c.block;
@@ -805,16 +784,11 @@ HVD_QUANT_INLINE void decode_fields(const Fields& c, const FieldsView* payloads,
 
 static void fields_decode_blocks(const Fields& c, const FieldsView* payloads, int n, int64_t numel, int64_t first, int64_t last,
                                  float factor, float* out, bool streamed) {
-  if (c.grid == Grid::natural)
-    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::natural, 8);
-  else if (c.grid == Grid::dynamic)
-    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::dynamic, 8);
-  else if (c.bits == 8)
-    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 8);
-  else if (c.bits == 4)
-    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 4);
-  else
-    decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 2);
+  if (c.grid == Grid::natural) decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::natural, 8);
+  else if (c.grid == Grid::dynamic) decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::dynamic, 8);
+  else if (c.bits == 8) decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 8);
+  else if (c.bits == 4) decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 4);
+  else decode_fields(c, payloads, n, numel, first, last, factor, out, streamed, Grid::linear, 2);
 }
 
 // Whether none of the fields in n words of 64 bits has its first bit alone, which stands for nothing.
@@ -833,9 +807,7 @@ HVD_QUANT_INLINE bool no_first_bit_alone(const uint8_t* p, int64_t n, const int 
 }
 
 static bool fields_valid(const uint8_t* p, int64_t n, int width) {
-  return width == 8   ? no_first_bit_alone(p, n, 8)
-         : width == 4 ? no_first_bit_alone(p, n, 4)
-                      : no_first_bit_alone(p, n, 2);
+  return width == 8 ? no_first_bit_alone(p, n, 8) : width == 4 ? no_first_bit_alone(p, n, 4) : no_first_bit_alone(p, n, 2);
 }
 
 // --------------------------------------------------------------------------------------- what the benchmark compares with
@@ -877,8 +849,29 @@ static void fill(float value, float* out, int64_t n, bool streamed) {
 }
 
 static constexpr Loops table() {
-  return {weigh,       onebit_encode_blocks, onebit_decode_blocks, scan_unit,  list_unit, gather,    scatter, signed_means,
-          split_signs, magnitudes,           split_magnitudes,     place_unit, ascending, move_tile, halve,   widen,
-          cast,        cast_sum,             fields_encode_blocks, fields_decode_blocks, fields_valid, moments, add_all,
-          read_all,    fill};
+  return {weigh,
+          onebit_encode_blocks,
+          onebit_decode_blocks,
+          scan_unit,
+          list_unit,
+          gather,
+          scatter,
+          signed_means,
+          split_signs,
+          magnitudes,
+          split_magnitudes,
+          place_unit,
+          ascending,
+          move_tile,
+          halve,
+          widen,
+          cast,
+          cast_sum,
+          fields_encode_blocks,
+          fields_decode_blocks,
+          fields_valid,
+          moments,
+          add_all,
+          read_all,
+          fill};
 }

@@ -98,6 +98,7 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef float f32x2 __attribute__((vector_size(8)));
 typedef double f64x2 __attribute__((vector_size(16)));
 
+// clang-format off: tables, an operation a line
 struct F { f32x4 x[4]; };
 struct D { f64x2 x[8]; };
 struct U { u32x4 x[4]; };
@@ -462,5 +463,6 @@ HVD_QUANT_INLINE D to_double(F x) {
 #endif
 
 #endif  // HVD_QUANT_X86
+// clang-format on
 
 }  // namespace hvd_quant

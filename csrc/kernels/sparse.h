@@ -14,10 +14,10 @@
 
 namespace hvd_quant {
 
-constexpr int64_t kBlock = 256;           // entries that share a count byte
+constexpr int64_t kBlock = 256;  // entries that share a count byte
 constexpr int64_t kBlocksInUnit = 64;
 constexpr int64_t kUnit = kBlock * kBlocksInUnit;  // entries that share adaptive's levels; a scan starts at a unit
-constexpr int kWords = kUnit / 64;        // of a unit's candidate bits
+constexpr int kWords = kUnit / 64;                 // of a unit's candidate bits
 constexpr int kMostInBlock = 255;
 
 constexpr uint32_t step_hash(int64_t step) { return uint32_t(step) * 0x9E3779B1u; }
@@ -46,7 +46,7 @@ struct SparseLayout {
   SparseLayout(Code code, int64_t numel, int64_t slots)
       : numel(numel), slots(slots), units(ceil_div(numel, kUnit)), blocks(ceil_div(numel, kBlock)) {
     codec = code == Code::threshold ? "threshold" : code == Code::adaptive ? "adaptive" : "topk";
-    level_pairs = code == Code::topk || code == Code::topk_half                 ? 0
+    level_pairs = code == Code::topk || code == Code::topk_half               ? 0
                   : code == Code::threshold || code == Code::topk_tensor_sign ? 1
                                                                               : units;
     code_bits = code == Code::topk ? 32 : code == Code::topk_half ? 16 : code == Code::topk_2bit ? 2 : 1;
@@ -105,10 +105,8 @@ inline void place_bits(uint8_t* codes, int64_t first, const uint8_t* bits, int k
     const unsigned here = 8 * i < k ? bits[i] : 0;
     const uint8_t byte = uint8_t(here << shift | carry);
     carry = here >> (8 - shift);
-    if (i == 0 || i == bytes - 1)
-      __atomic_fetch_or(to + i, byte, __ATOMIC_RELAXED);
-    else
-      to[i] = byte;
+    if (i == 0 || i == bytes - 1) __atomic_fetch_or(to + i, byte, __ATOMIC_RELAXED);
+    else to[i] = byte;
   }
 }
 
@@ -146,8 +144,8 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
   // Lists a unit's kept entries and their values. `next` is the unit whose memory is wanted after this.
   const auto list = [&](int64_t unit, const uint64_t* words, int64_t slot, int64_t next, uint16_t* places, float* values) {
     const float* v = e ? e : g;  // without a residual v is g wherever it can be kept
-    const int k = loop.list_unit(words, at.unit_blocks(unit), counts + unit * kBlocksInUnit, places, g + next * kUnit,
-                                 v + next * kUnit);
+    const int k =
+        loop.list_unit(words, at.unit_blocks(unit), counts + unit * kBlocksInUnit, places, g + next * kUnit, v + next * kUnit);
     loop.gather(v + unit * kUnit, places, k, positions + slot, values);
     return k;
   };
@@ -278,7 +276,9 @@ inline void sparse_encode(Code code, const float* g, float* e, int64_t numel, fl
 // One payload's kept entries: for each unit its first slot and how many there are, for each slot its place in its unit.
 // Checking needs the places as adding does, and finding them twice would cost more than keeping 2 bytes a slot.
 struct Kept {
-  struct Run { uint32_t slot, count; };
+  struct Run {
+    uint32_t slot, count;
+  };
   std::unique_ptr<Run[]> units;
   std::unique_ptr<uint16_t[]> places;
 };
@@ -378,8 +378,7 @@ inline void sparse_decode_sum(Code code, const std::vector<Bytes>& payloads, int
   parallel(at.units, 2, [&](int64_t begin, int64_t end) {
     alignas(64) float tile[kUnit] = {};
     for (int64_t unit = begin; unit < end; ++unit) {
-      for (size_t i = 0; i < payloads.size(); ++i)
-        add_unit(code, at, payloads[i].data, entries[i], unit, tile);
+      for (size_t i = 0; i < payloads.size(); ++i) add_unit(code, at, payloads[i].data, entries[i], unit, tile);
       loops().move_tile(tile, scale, out + unit * kUnit, at.unit_entries(unit), numel >= kStreamedEntries);
     }
   });

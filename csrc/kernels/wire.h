@@ -97,10 +97,8 @@ inline std::string valid_utf8(const uint8_t* p, int64_t n) {
     // The second byte excludes overlong forms, surrogates and what lies beyond U+10FFFF.
     uint8_t low = c == 0xE0 ? 0xA0 : c == 0xF0 ? 0x90 : 0x80, high = c == 0xED ? 0x9F : c == 0xF4 ? 0x8F : 0xBF;
     while (end - i <= more && end < n && p[end] >= low && p[end] <= high) ++end, low = 0x80, high = 0xBF;
-    if (end - i == more + 1)
-      text.append(reinterpret_cast<const char*>(p + i), end - i);
-    else
-      text += "\xEF\xBF\xBD";
+    if (end - i == more + 1) text.append(reinterpret_cast<const char*>(p + i), end - i);
+    else text += "\xEF\xBF\xBD";
     i = end;
   }
   return text;
@@ -132,11 +130,12 @@ inline uint8_t check_header(Bytes payload, const std::string& codec, int64_t num
   if (payload.size < kHeaderBytes)
     throw PayloadError(format("payload of %lld bytes is shorter than the header of 32", (long long)payload.size));
   if (std::memcmp(p, "HQ", 2) != 0)
-    throw PayloadError(
-        format("payload starts with %02x%02x, expected 4851: it is damaged or not a payload", p[0], p[1]));
+    throw PayloadError(format("payload starts with %02x%02x, expected 4851: it is damaged or not a payload", p[0], p[1]));
   if (p[2] != kWireVersion)
-    throw PayloadError(format("payload has wire version %u, this worker reads %u: "
-                              "install the same hvd_quant on all workers", p[2], kWireVersion));
+    throw PayloadError(
+        format("payload has wire version %u, this worker reads %u: "
+               "install the same hvd_quant on all workers",
+               p[2], kWireVersion));
   if (p[3] & ~(kNonfinite | kFailed)) throw PayloadError(format("payload has unknown flags 0x%02x", p[3]));
   const uint32_t codec_found = load_as<uint32_t>(p + 4);
   if (codec_found != codec_id(codec))
@@ -147,8 +146,8 @@ inline uint8_t check_header(Bytes payload, const std::string& codec, int64_t num
     throw PayloadError(format("payload holds %llu entries, expected %lld", (unsigned long long)numel_found, (long long)numel));
   const int64_t body_held = payload.size - kHeaderBytes;
   if (body_found != uint64_t(body_held) || body_found % 8)
-    throw PayloadError(format("payload says its body has %llu bytes, it has %lld", (unsigned long long)body_found,
-                              (long long)body_held));
+    throw PayloadError(
+        format("payload says its body has %llu bytes, it has %lld", (unsigned long long)body_found, (long long)body_held));
   return p[3];
 }
 
@@ -169,9 +168,10 @@ inline uint8_t check(Bytes payload, const std::string& codec, int64_t numel, int
   const int64_t body_held = payload.size - kHeaderBytes;
   if (flags & kFailed) throw PayloadError(failure_message(p + kHeaderBytes, body_held));
   if (body_held != padded(body_bytes))
-    throw PayloadError(format("payload has a body of %lld bytes, expected %lld for %lld entries: "
-                              "use the same compression settings on all workers",
-                              (long long)body_held, (long long)padded(body_bytes), (long long)numel));
+    throw PayloadError(
+        format("payload has a body of %lld bytes, expected %lld for %lld entries: "
+               "use the same compression settings on all workers",
+               (long long)body_held, (long long)padded(body_bytes), (long long)numel));
   for (int64_t i = body_bytes; i < body_held; ++i)
     if (p[kHeaderBytes + i]) throw PayloadError("payload is damaged: padding is not zero");
   return flags;
@@ -191,9 +191,10 @@ inline std::vector<Bytes> split(Bytes gathered, int64_t world) {
   }
   if (int64_t(payloads.size()) == world && rest.size == 0) return payloads;
   if (gathered.size % world || gathered.size < world * kHeaderBytes)
-    throw PayloadError(format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is damaged, or "
-                              "compression settings differ between workers",
-                              (long long)world, (long long)gathered.size));
+    throw PayloadError(
+        format("%lld payloads came as %lld bytes whose headers tell other lengths: a payload is damaged, or "
+               "compression settings differ between workers",
+               (long long)world, (long long)gathered.size));
   payloads.clear();
   const int64_t size = gathered.size / world;
   for (int64_t i = 0; i < world; ++i) payloads.push_back({gathered.data + i * size, size});

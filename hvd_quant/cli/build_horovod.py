@@ -30,6 +30,8 @@ import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from hvd_quant.cli import output
+
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -203,9 +205,9 @@ def mpi_version(environ: Mapping[str, str]) -> str | None:
     if environ.get("HOROVOD_WITHOUT_MPI") == "1" or not shutil.which("mpicxx"):
         return None
     command = ["mpirun" if shutil.which("mpirun") else "mpicxx", "--version"]
-    output = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+    said = subprocess.run(command, check=False, capture_output=True, text=True).stdout
     # Open MPI's first line tells its version; MPICH's is a title.
-    return next((line.strip() for line in output.splitlines() if re.search(r"\d", line)), "MPI")
+    return next((line.strip() for line in said.splitlines() if re.search(r"\d", line)), "MPI")
 
 
 def cpu_features() -> str:
@@ -553,7 +555,9 @@ def print_plan(plan: Plan, sdist: Path | None, wanted: bool, as_json: bool) -> N
             click.echo(shlex.join(command))
 
 
-@click.command("build-horovod")
+@click.command("build-horovod", epilog=output.examples(
+    "hvd-quant build-horovod", "hvd-quant build-horovod --gpu nccl", "hvd-quant build-horovod --without-tensorflow --no-install --json",
+    f"hvd-quant build-horovod --sdist horovod-{VERSION}.tar.gz     # where the package index is out of reach"))
 @click.option(
     "--sdist",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -42,14 +42,17 @@ def version():
     return importlib.import_module(framework).__version__
 
 def level():
-    importlib.import_module(f"hvd_quant.ops.{framework}")
-    # Both frameworks' kernels choose alike; those for TensorFlow have no way to tell.
-    return importlib.import_module("torch").ops.hvd_quant.simd_level() if framework == "torch" else ""
+    return importlib.import_module(f"hvd_quant.ops.{framework}").simd_level()
 
 def horovod():
     hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init
+    found["horovod_version"] = importlib.import_module("horovod").__version__
     return {name: bool(getattr(hvd, name + "_built")()) for name in ("gloo", "mpi", "nccl")}
+
+def gpu():
+    module = importlib.import_module(framework)
+    return module.cuda.is_available() if framework == "torch" else bool(module.config.list_physical_devices("GPU"))
 
 def keras():
     if os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
@@ -62,6 +65,7 @@ with contextlib.redirect_stdout(io.StringIO()):  # horovod.torch prints when its
     if "version" in found:
         attempt("kernels", level)
         attempt("horovod", horovod)
+        attempt("gpu", gpu)
         if framework == "tensorflow":
             attempt("keras", keras)
 print("FOUND" + json.dumps(found))
@@ -114,8 +118,7 @@ def frameworks() -> Iterator[Finding]:
             continue
         yield version_of(framework, found["version"])
         if "kernels" in found:
-            level = found["kernels"] or os.environ.get("HVD_QUANT_SIMD")
-            yield Finding(f"kernels for {name}", OK, f"loaded, with {level} instructions" if level else "loaded")
+            yield Finding(f"kernels for {name}", OK, f"loaded, with {found['kernels']} instructions")
         else:
             yield Finding(f"kernels for {name}", ERROR, found["kernels_error"],
                           "in hvd_quant's source: pip install --no-build-isolation --force-reinstall --no-deps .")
@@ -151,7 +154,10 @@ def horovod_of(framework: str, found: dict[str, Any]) -> Finding:
     built = [name for name, there in found["horovod"].items() if there]
     if not built:
         return Finding(what, ERROR, "it was built without Gloo, MPI and NCCL, so workers can't talk", f"{build} --force")
-    return Finding(what, OK, "built with " + ", ".join({"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}[name] for name in built))
+    said = f"{found['horovod_version']}, built with " + ", ".join({"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}[name] for name in built)
+    if found.get("gpu") and "nccl" not in built:
+        return Finding(what, WARNING, f"{said}; there is a GPU, whose gradients travel by the host's memory without NCCL", f"{build} --gpu nccl")
+    return Finding(what, OK, said)
 
 
 def keras_of(found: dict[str, Any]) -> Finding:
@@ -202,7 +208,7 @@ def network(folder: Path = NETWORKS) -> Finding:
     """Which interfaces there are, and the fastest of several."""
     found = interfaces(folder)
     if not found:
-        return Finding("network", WARNING, "no interface is up but loopback", "workers on other hosts can't be reached from here")
+        return Finding("network", WARNING, "no interface is up but loopback", "to reach workers on other hosts, bring one up: `ip -brief link` lists what there is")
     listed = ", ".join(f"{name} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'})" for name, speed in found.items())
     best = max(found, key=lambda name: found[name] or 0)
     if len(found) == 1:

@@ -100,7 +100,7 @@ class Averaging(Reducing):
 
     _hvd_settings: AveragingSettings
     _hvd_averager: Averager | None = None
-    _hvd_kept: dict[int, tuple[int, Any]] = {}
+    _hvd_slots: dict[int, tuple[int, Any]] = {}
     """By their ids, what the optimizer keeps of a variable, behind that variable's id."""
 
     def register_local_var(self, var: Any) -> None:
@@ -124,7 +124,7 @@ class Averaging(Reducing):
         """See :meth:`Averager.stats`."""
         return super().compression_stats() if self._hvd_averager is None else self._hvd_averager.stats()
 
-    def _hvd_built(self) -> Averager:
+    def _hvd_built(self) -> Any:
         super()._hvd_built()
         return self._hvd_averager
 
@@ -144,9 +144,10 @@ class Averaging(Reducing):
             if settings.average_state:
                 # Sums of gradients, amid a window of gradient_accumulation_steps, are of this worker's batches.
                 sums = {id(plain(v)) for v in getattr(self, "_accumulated_gradients", None) or ()}
-                found += [v for of, v in self._hvd_kept.values() if tuple(v.shape) == shapes.get(of) and id(v) not in sums]
+                found += [v for of, v in self._hvd_slots.values() if tuple(v.shape) == shapes.get(of) and id(v) not in sums]
             return found
 
+        assert self._hvd_reducer is not None  # it was just built
         vars(self)["_hvd_averager"] = Averager(self._hvd_reducer, shared, settings.every, settings.outer, also,
                                                settings.process_set, settings.verify_averagings)
         self._track_trackable(self._hvd_averager, "averaging", overwrite=True)
@@ -154,7 +155,7 @@ class Averaging(Reducing):
     def _hvd_note(self, variable: Any, kept: Any) -> Any:
         """Note that ``kept``, which is returned, is a variable of the optimizer's that belongs to one of the model's."""
         if plain(kept).dtype.is_floating:
-            vars(self).setdefault("_hvd_kept", {})[id(plain(kept))] = id(plain(variable)), plain(kept)
+            vars(self).setdefault("_hvd_slots", {})[id(plain(kept))] = id(plain(variable)), plain(kept)
         return kept
 
     def _hvd_reduce(self, grads: Iterable[Gradient | None], variables: Iterable[Any]) -> list[Gradient | None]:

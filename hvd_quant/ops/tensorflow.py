@@ -91,6 +91,11 @@ class Asked(NamedTuple):
         return self._replace(arguments={**self.arguments, "scale": self.arguments.get("scale", 1.0) * factor})
 
 
+def simd_level() -> str:
+    """The instructions that the kernels choose on this machine."""
+    return _native.hvd_quant_simd_level().numpy().decode()
+
+
 def locate(data: tf.Tensor, rows: Any, columns: int = 1, sizes: Sequence[int] = ()) -> tf.Tensor:
     """Where the payloads in ``data`` are: int64, shape [rows, columns, 2], first byte and size of each.
 

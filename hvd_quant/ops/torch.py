@@ -35,6 +35,11 @@ except OSError as error:
 _native = torch.ops.hvd_quant
 
 
+def simd_level() -> str:
+    """The instructions that the kernels choose on this machine."""
+    return _native.simd_level()
+
+
 def _for_cpu(native: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``native`` for tensors on the CPU, ``reference`` for others; both take a tensor, or a list of them, first."""
 

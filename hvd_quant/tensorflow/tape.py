@@ -68,7 +68,8 @@ def DistributedGradientTape(
         ValueError, TypeError: for a combination that can't work, as Horovod does and as :class:`Reducer` does.
     """
     groups = checked_groups(gradient_predivide_factor, op, num_groups, groups)
-    cls = _distributed(type(gradtape))
+    base: Any = type(gradtape)
+    cls: Any = _distributed(base)
     tape = cls.__new__(cls)
     vars(tape).update(vars(gradtape), _recording=False)  # the block, if still open, is that of the other
     tape._hvd_devices = (device_dense, device_sparse)
@@ -146,8 +147,8 @@ class _DistributedGradientTape:
             for i, grad in zip(shared, reduced):
                 grads[i] = grad
         if self._hvd_scale_local:
-            shared = set(shared)
-            grads = [grad if i in shared else local_gradient(grad, self._hvd_process_set) for i, grad in enumerate(grads)]
+            reduced_here = set(shared)
+            grads = [grad if i in reduced_here else local_gradient(grad, self._hvd_process_set) for i, grad in enumerate(grads)]
         return tf.nest.pack_sequence_as(gradients, grads, expand_composites=False)
 
     @tf.autograph.experimental.do_not_convert
@@ -182,7 +183,7 @@ class _DistributedGradientTape:
 
 
 @functools.cache
-def _distributed(base: type) -> type:
+def _distributed(base: Any) -> type:
     return type(base.__name__, (_DistributedGradientTape, base), {})
 
 

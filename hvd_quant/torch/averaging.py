@@ -86,7 +86,7 @@ def ModelAveragingOptimizer(
     # As Horovod makes one, whose broadcast_optimizer_state then makes missing state by a step of the optimizer's own class.
     methods = {key: value for key, value in vars(_ModelAveraging).items() if not key.startswith("__")}
     cls = type(type(optimizer).__name__, (type(optimizer),), {**methods, "__module__": horovod_optimizer.__name__})
-    wrapped = object.__new__(cls)
+    wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler replaces the step of the optimizer that it is made for.
     vars(wrapped).update({key: value for key, value in vars(optimizer).items() if key != "step"})
     vars(wrapped).update(_step_supports_amp_scaling=True, _inner_scales=getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -342,7 +342,7 @@ class Averager:
         try:
             for name in anchors:
                 self._include(parts[name])
-            self._reducer.load_state_dict(state)
+            self._reducer.load_state_dict(dict(state))
         except ValueError:
             self._outer.load_state_dict(before)
             raise

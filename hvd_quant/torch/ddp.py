@@ -93,7 +93,7 @@ class CommHook:
         self._reducer.plan.update()
         self._promised: list[tuple[torch.futures.Future, torch.Tensor]] = []
 
-    def __call__(self, state, bucket):
+    def __call__(self, state, bucket):  # without annotations, which DDP compares with classes, and here they are strings
         """What DDP calls: take a bucket's gradients, start what is complete, and go on with what has arrived. Buckets come in the
         same order on all workers; with the last one, everything is waited for, as DDP itself would do next."""
         buffer = bucket.buffer()

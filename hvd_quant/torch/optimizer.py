@@ -406,7 +406,7 @@ class _Compressed:
 
     zero_grad = _zero_grad
 
-    def compression_stats(self, residual_norms=False):
+    def compression_stats(self, residual_norms: bool = False) -> dict[str, Any]:
         """What the exchanges cost so far on this worker, in all and by bucket; see :class:`hvd_quant.exchange.stats.Stats`.
 
         Arguments:
@@ -415,14 +415,14 @@ class _Compressed:
         stats = self._reducer.stats.as_dict()
         return {**stats, "residual_norms": self._reducer.state.residual_norms()} if residual_norms else stats
 
-    def compression_state_dict(self):
+    def compression_state_dict(self) -> dict[str, Any]:
         """This worker's compression state (residuals and step counts), for a checkpoint a worker.
 
         It holds tensors, numbers and strings only, so ``torch.load(weights_only=True)`` reads it.
         """
         return self._reducer.state_dict()
 
-    def load_compression_state_dict(self, state):
+    def load_compression_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Take up the state that :meth:`compression_state_dict` returned on the same worker, or a list of those of all workers, which
         may have been another number: what would have reached the optimizer is kept, in equal shares."""
         self._reducer.load_state_dict(state)

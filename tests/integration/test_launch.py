@@ -16,8 +16,8 @@ HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 # Four workers run what two don't tell. Not the hook for DDP: its tests compare it with Horovod's optimizer, and four workers that use both in
 # one process have hung in about every second run, in a broadcast of Horovod's until Gloo gave up after 30 seconds. Why is not known.
 LAUNCHES = {
-    "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_*", {}),
-    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_[efh]*", {}),
+    "pytorch-gloo": ("torch", "gloo", 2, "same", "torch_*", {}),
+    "pytorch-mpi": ("torch", "mpi", 2, "same", "torch_[efh]*", {}),  # not everything: Horovod may have been built without
     "pytorch-4": ("torch", "gloo", 4, "mixed", "torch_[aefhls]*", {}),
     "tensorflow-mpi": ("tensorflow", "mpi", 2, "same", "tensorflow_[efhm]*", {}),
     "tensorflow-gloo": ("tensorflow", "gloo", 2, "same", "tensorflow_[!am]*", {}),

@@ -1,6 +1,5 @@
 """What is shipped: the files of an sdist, one version, and what ruff and mypy say."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -44,14 +43,30 @@ def test_the_changelog_begins_with_this_version():
     assert mentions == ["hvd_quant/__init__.py"]
 
 
-def test_pre_commit_has_the_ruff_of_the_tests():
-    used = re.search(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
-    assert f"rev: v{used} " in (ROOT / ".pre-commit-config.yaml").read_text()
+@pytest.mark.parametrize("tool", ["ruff", "clang-format"])
+def test_pre_commit_has_the_tools_of_the_tests(tool):
+    used = re.search(rf"^{tool}==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert re.search(rf"{tool}\n +rev: v{used} ", (ROOT / ".pre-commit-config.yaml").read_text().replace("-pre-commit", ""))
 
 
-@pytest.mark.parametrize("command", [["ruff", "check", "--no-cache"], ["mypy", "--no-incremental"]], ids=lambda command: command[0])
-def test_lint(command):
-    if not importlib.util.find_spec(command[0]):
-        pytest.skip(f"{command[0]} is not installed: pip install -e '.[dev]'")
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+def test_mypy_checks_what_the_page_of_the_api_has():
+    """But for what users only get handed, whose methods the page has."""
+    checked = re.search(r"^files = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    for name in re.findall(r"^::: (hvd_quant(?:\.[a-z_]+)*)", (ROOT / "docs" / "api.md").read_text(), re.M):
+        if name in ("hvd_quant.tensorflow.state", "hvd_quant.keras.reducing"):
+            continue
+        path = name.replace(".", "/")
+        files = [f"{path}.py", f"{path}/__init__.py", f"{path.rpartition('/')[0]}.py", f"{path.rpartition('/')[0]}/__init__.py"]
+        found = next(file for file in files if (ROOT / file).exists())
+        assert f'"{found}"' in checked or f'"{found.rpartition("/")[0]}"' in checked, name
+
+
+@pytest.mark.parametrize("tool, arguments", {
+    "ruff": ["check", "--no-cache"], "mypy": ["--no-incremental"], "clang-format": ["--dry-run", "--Werror"]}.items())
+def test_lint(tool, arguments):
+    program = Path(sys.executable).with_name(tool)
+    if not program.exists():
+        pytest.skip(f"{tool} is not installed: pip install -e '.[dev]'")
+    files = [name for name in tracked() if name.endswith((".cc", ".h"))] if tool == "clang-format" else []
+    done = subprocess.run([program, *arguments, *files], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

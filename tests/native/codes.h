@@ -78,14 +78,27 @@ inline Coder cast(Cast type, const char* name) {
 
 // All codes, each with the settings that change its payload's layout.
 inline std::vector<Coder> coders() {
-  return {signs(onebit_signs(128, false)), signs(onebit_signs(2048, true)),
-          signs(signsgd_signs(128, true)), signs(signsgd_signs(2048, false)),
-          fields(qsgd_fields(2, 128), true), fields(qsgd_fields(4, 512), true), fields(qsgd_fields(8, 512), true, true),
-          fields(terngrad_fields(), true), fields(natural_fields(), true),
-          fields(blockwise8_fields(true, 256), false), fields(blockwise8_fields(false, 2048), false),
-          sparse(Code::threshold), sparse(Code::adaptive), sparse(Code::topk), sparse(Code::topk_half), sparse(Code::topk_sign),
-          sparse(Code::topk_tensor_sign), sparse(Code::topk_2bit),
-          cast(Cast::float32, "none"), cast(Cast::float16, "fp16"), cast(Cast::bfloat16, "bf16")};
+  return {signs(onebit_signs(128, false)),
+          signs(onebit_signs(2048, true)),
+          signs(signsgd_signs(128, true)),
+          signs(signsgd_signs(2048, false)),
+          fields(qsgd_fields(2, 128), true),
+          fields(qsgd_fields(4, 512), true),
+          fields(qsgd_fields(8, 512), true, true),
+          fields(terngrad_fields(), true),
+          fields(natural_fields(), true),
+          fields(blockwise8_fields(true, 256), false),
+          fields(blockwise8_fields(false, 2048), false),
+          sparse(Code::threshold),
+          sparse(Code::adaptive),
+          sparse(Code::topk),
+          sparse(Code::topk_half),
+          sparse(Code::topk_sign),
+          sparse(Code::topk_tensor_sign),
+          sparse(Code::topk_2bit),
+          cast(Cast::float32, "none"),
+          cast(Cast::float16, "fp16"),
+          cast(Cast::bfloat16, "bf16")};
 }
 
 inline std::vector<Coder> settings_of(const std::string& name) {

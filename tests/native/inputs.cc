@@ -30,7 +30,8 @@ std::vector<std::string> inputs_in(const fs::path& packed) {
   const std::string bytes = contents(packed);
   std::vector<std::string> inputs;
   for (size_t at = 0; at < bytes.size();) {
-    const size_t length = at + 4 <= bytes.size() ? load_as<uint32_t>(reinterpret_cast<const uint8_t*>(bytes.data()) + at) : bytes.size();
+    const size_t length =
+        at + 4 <= bytes.size() ? load_as<uint32_t>(reinterpret_cast<const uint8_t*>(bytes.data()) + at) : bytes.size();
     if (length > bytes.size() - at - 4) complain((packed.string() + " is cut off").c_str());
     inputs.push_back(bytes.substr(at + 4, length));
     at += 4 + length;

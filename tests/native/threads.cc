@@ -20,8 +20,7 @@ Parallel several() {
   return {kThreads, [](int64_t n, int64_t grain, const Range& body) {
             const int64_t length = std::max(grain, ceil_div(n, kThreads));
             std::vector<std::thread> threads;
-            for (int64_t begin = 0; begin < n; begin += length)
-              threads.emplace_back(body, begin, std::min(n, begin + length));
+            for (int64_t begin = 0; begin < n; begin += length) threads.emplace_back(body, begin, std::min(n, begin + length));
             for (std::thread& thread : threads) thread.join();
           }};
 }

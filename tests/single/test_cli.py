@@ -90,7 +90,7 @@ def found(*arguments, code=0):
 @pytest.mark.parametrize("name", [*main.commands, "bench kernels", "bench exchange"])
 def test_every_command_has_help_with_examples_and_json(name):
     said = run(*name.split(), "--help")
-    if name not in ("bench", "build-horovod"):
+    if name != "bench":
         assert "Examples:\n    h" in said
     if name != "bench":
         assert "--json" in said and "Exit codes: 0" in said
@@ -225,6 +225,18 @@ def test_all_compressors_are_compared(measured):
     one = found("plan", "--shapes", "4096x4096", "--workers", 8, "--rate", "100mbit")
     names = {prediction["spec"].partition(":")[0] for prediction in one["predictions"]}
     assert names == set(list_compressors()) - {"threshold"}  # which needs to be told its tau
+
+
+@pytest.mark.parametrize("framework, code, trained", [
+    ("torch", "m = torch.nn.Sequential(torch.nn.Linear(300, 1000), torch.nn.BatchNorm1d(1000)); m[0].bias.requires_grad = False",
+     [("0.weight", (1000, 300)), ("1.weight", (1000,)), ("1.bias", (1000,))]),
+    ("keras", "m = keras.Sequential([keras.layers.Input((300,)), keras.layers.Dense(1000, name='d'), keras.layers.BatchNormalization(name='n')])",
+     [("d/kernel", (300, 1000)), ("d/bias", (1000,)), ("n/gamma", (1000,)), ("n/beta", (1000,))])])
+def test_what_a_real_model_trains(framework, code, trained, folder):
+    pytest.importorskip(framework)
+    (folder / "real.py").write_text(f"import {framework}\n\ndef make():\n    {code}\n    return m\n")
+    found_in = command.shapes_of_model("real:make")
+    assert [(name.removeprefix("sequential/"), shape) for name, shape in found_in] == trained
 
 
 def test_the_plan_is_the_one_that_auto_makes(measured):

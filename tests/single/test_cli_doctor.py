@@ -11,9 +11,10 @@ from click.testing import CliRunner
 import hvd_quant
 from hvd_quant.cli import doctor, main
 
-GOOD = {"torch": {"version": "2.9.1+cpu", "kernels": "avx2", "horovod": {"gloo": True, "mpi": False, "nccl": False}},
-        "tensorflow": {"version": "2.20.0", "kernels": "", "horovod": {"gloo": True, "mpi": True, "nccl": True},
-                       "keras": ["keras", "3.12.1", "tensorflow"]}}
+GOOD = {"torch": {"version": "2.9.1+cpu", "kernels": "avx2", "horovod": {"gloo": True, "mpi": False, "nccl": False},
+                  "horovod_version": "0.28.1", "gpu": False},
+        "tensorflow": {"version": "2.20.0", "kernels": "avx512", "horovod": {"gloo": True, "mpi": True, "nccl": True},
+                       "horovod_version": "0.28.1", "gpu": True, "keras": ["keras", "3.12.1", "tensorflow"]}}
 MISSING = {name: {"version_error": f"ModuleNotFoundError: No module named '{name}'"} for name in GOOD}
 
 
@@ -58,7 +59,7 @@ def test_a_machine_where_all_is_well(machine):
     found = diagnosis()
     assert {one["status"] for one in found.values()} == {"ok"}
     assert found["kernels for PyTorch"]["found"] == "loaded, with avx2 instructions"
-    assert found["Horovod for TensorFlow"]["found"] == "built with Gloo, MPI, NCCL"
+    assert found["Horovod for TensorFlow"]["found"] == "0.28.1, built with Gloo, MPI, NCCL"
     assert found["network"]["found"] == "eth0 (10 Gbit/s)"
     assert "export MALLOC_MMAP_THRESHOLD_=" in found["memory"]["fix"]
     said = CliRunner().invoke(main, ["doctor"]).output
@@ -75,6 +76,8 @@ def test_a_machine_where_all_is_well(machine):
     ("torch", {"horovod": None, "horovod_error": "AttributeError: no init"}, "Horovod for PyTorch", "error",
      "can't be imported: AttributeError: no init", "hvd-quant build-horovod --force"),
     ("torch", {"horovod": dict.fromkeys(("gloo", "mpi", "nccl"), False)}, "Horovod for PyTorch", "error", "without Gloo", "--force"),
+    ("torch", {"gpu": True}, "Horovod for PyTorch", "warning", "0.28.1, built with Gloo; there is a GPU, whose gradients travel by the host's",
+     "hvd-quant build-horovod --gpu nccl"),
     ("torch", {"version": None, "version_error": "the process that imported it was ended by signal 11: "}, "PyTorch", "error",
      "ended by signal 11", "pip install --force-reinstall torch"),
     ("tensorflow", {"keras": ["keras", "3.4.0", "tensorflow"]}, "Keras", "error", "3.4.0; 3.5 is needed", "pip install 'keras>=3.5'"),

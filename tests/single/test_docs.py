@@ -13,6 +13,7 @@ from unittest import mock
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from hvd_quant import cli, registry
 from tests import docs
@@ -137,6 +138,26 @@ def check(words):
 def test_commands(page):
     for words in commands(page):
         check(words)
+
+
+def test_commands_that_need_nothing_of_the_readers_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran = []
+    for page in docs.PAGES:
+        for words in commands(page):
+            asks_for_more = {"--model", "--file", "--import"} & set(words) or words[1:2] == ["plan"] and "--rate" not in words
+            if words[0] == "hvd-quant" and words[1] in ("list", "show", "plan") and not asks_for_more:
+                done = CliRunner().invoke(cli.main, words[1:])
+                assert done.exit_code == 0, f"{docs.name_of(page)}: {words}: {done.output}"
+                ran.append(words[1])
+    assert {"list", "show", "plan"} == set(ran)
+
+
+def test_the_entry_point_of_a_package():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    (block,) = docs.fenced(ALL["docs/own.md"], "toml")
+    assert tomllib.loads(block) == {"project": {"entry-points": {registry.ENTRY_POINTS: {"sign": "my_package:Sign"}}}}
 
 
 def test_shell_parses():
