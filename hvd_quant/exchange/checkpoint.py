@@ -160,11 +160,14 @@ def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | No
         compressor, step, values = tensors.get(name, (slot.compressor.spec, 0, {}))
         if compressor != slot.compressor.spec:
             _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor, slot.compressor.spec)
+        before = shapes.get(name, {})
+        # A range of another tensor is another one, though it may have as many entries.
+        another = any(key in before and before[key] != tuple(value.shape) for key, value in slot.state.items() if not key.startswith(OWNER))
         for key, value in slot.state.items():
             which = "owned" if key.startswith(OWNER) else "piece"
-            old, new = shapes.get(name, {}).get(key), tuple(value.shape)
+            old, new = before.get(key), tuple(value.shape)
             of_old, of_new = tuple(state["tensors"].get(name, {}).get(which, ())), tuple(getattr(slot, which))
-            if (old, of_old) != (new, of_new):
+            if (old, of_old) != (new, of_new) or another and which == "owned":
                 found = "none" if old is None else f"shape {old} of entries {of_old}"
                 _log.warning("compression state %s of %s starts at zero: the checkpoint has %s, the model needs shape %s of "
                              "entries %s", key, name, found, new, of_new)

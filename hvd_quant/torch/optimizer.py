@@ -148,9 +148,9 @@ def join(device: int = -1) -> int:
     """Wait for workers that have more batches than this one, as ``horovod.torch.join`` does.
 
     Raises:
-        ValueError: where this process compresses gradients.
+        ValueError: where this process compresses gradients, unless it is the only one.
     """
-    if compresses():
+    if size() > 1 and compresses():
         refuse_join()
     return mpi_ops.join(device)
 

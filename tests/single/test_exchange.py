@@ -170,11 +170,12 @@ def test_auto_is_a_spec():
 
 @pytest.mark.parametrize("fits, kept", [
     ({}, {"residual", "owner.residual"}), ({"owned": (4096, 8192)}, {"residual"}), ({"piece": (4096, 8192)}, {"owner.residual"}),
-    ({"piece": (4096, 8192), "owned": (4096, 8192)}, set()), ({"name": "other"}, set())], ids=str)
+    ({"piece": (4096, 8192), "owned": (4096, 8192)}, set()), ({"shape": (64, 64)}, set()),
+    ({"name": "other"}, set())], ids=str)
 def test_state_is_restored_where_it_is_of_the_same_entries(fits, kept, caplog):
-    """Shapes don't tell: which entries a worker has depends on the parameter's place among all."""
-    def slot(piece=(0, 4096), owned=(0, 4096), name="w"):
-        state = {"residual": np.ones(4096), "owner.residual": np.ones(4096)}
+    """A vector's length doesn't tell: which entries a worker has depends on the parameter's shape, and on its place among all."""
+    def slot(piece=(0, 4096), owned=(0, 4096), name="w", shape=(4096,)):
+        state = {"residual": np.ones(shape), "owner.residual": np.ones(4096)}
         return {name: SimpleNamespace(compressor=get_compressor("onebit"), state=state, step=3, piece=piece, owned=owned)}
 
     state = checkpoint.saved(slot(), np.copy, rank=1, world=2)
