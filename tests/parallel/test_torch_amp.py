@@ -1,5 +1,6 @@
 """Overflows and loss scaling: a step that is not finite leaves no trace on any worker, and what is kept follows the scale."""
 
+import contextlib
 import copy
 import math
 
@@ -72,21 +73,37 @@ def test_a_step_that_is_not_finite_is_void_for_all_tensors(compressor):
         assert_same_everywhere(flat(model))
 
 
-def scaled_steps(model, optimizer, scaler, steps, overflow=(), clip=False):
-    """Train under a loss scaler; the scales that it had. In a step of ``overflow`` one worker's loss is infinite."""
-    scales = []
+def scaled_steps(model, optimizer, scaler, steps, overflow=(), clip=False, bad=None):
+    """Train under a loss scaler, torch's own as the sentence that refuses it says; the scales that it had. In a step of
+    ``overflow`` one worker's loss is infinite, or, where that is given, one element of its gradients is ``bad``."""
+    scales, torchs = [], not isinstance(scaler, hvd.GradScaler)
+
+    def spoil(grad):
+        grad = grad.clone()
+        grad[3, 5] = bad
+        return grad
+
     for step in steps:
         optimizer.zero_grad()
+        if torchs:
+            optimizer.set_loss_scale(scaler.get_scale())
         x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + RANK))
         loss = ((model(x) - x) ** 2).mean()
-        if step in overflow and RANK == WORLD - 1:
+        hook = model[2].weight.register_hook(spoil) if bad is not None and step in overflow and RANK == WORLD - 1 else None
+        if bad is None and step in overflow and RANK == WORLD - 1:
             loss = loss * BAD[step % 3]
         scaler.scale(loss).backward()
+        if hook is not None:
+            hook.remove()
         scales.append(scaler.get_scale())
-        if clip:
+        if torchs:
+            optimizer.synchronize()
+        if clip or torchs:
             scaler.unscale_(optimizer)
+        if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
+        with optimizer.skip_synchronize() if torchs else contextlib.nullcontext():
+            scaler.step(optimizer)
         scaler.update()
     return scales
 
@@ -108,6 +125,34 @@ def test_an_overflow_on_one_worker_under_a_scaler(compressor, request):
     assert not torch.equal(flat(model), parameters) and torch.isfinite(flat(model)).all()
     if "merge" not in str(compressor):
         assert_same_everywhere(flat(model))
+
+
+ONE_OF_EACH = {spec: spec for spec in (
+    "none", "fp16", "topk:ratio=0.1,min_numel=0", "onebit:min_numel=0,exchange=sra", "qsgd:min_numel=0", "powersgd:min_numel=0",
+    "adaptive:min_numel=0,momentum=0.9", "onebit:min_numel=0,memory=ef21")}
+
+
+@every(ONE_OF_EACH)
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("scaler_of", [hvd.GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
+def test_one_element_that_is_not_finite_under_a_scaler(compressor, bad, scaler_of):
+    model, twin = network(), network()
+    optimizer, scaler = wrap(model, compressor), scaler_of("cpu", init_scale=1024.0, growth_interval=2)
+    scales = scaled_steps(model, optimizer, scaler, range(3))
+    before, parameters = states(optimizer), flat(model)
+    scales += scaled_steps(model, optimizer, scaler, [3], overflow=[3], bad=bad)
+    assert torch.equal(flat(model), parameters)
+    if values_of(before):
+        assert all(torch.isnan(p.grad).all() for p in model.parameters())
+        assert_states(optimizer, before, tolerance=1e-2)  # these are in units of a loss times 2048
+    else:
+        assert not torch.isfinite(model[2].weight.grad).all()
+    scales += scaled_steps(model, optimizer, scaler, range(4, 8))
+    assert hvd.allgather_object(scales) == [[1024, 1024, 2048, 2048, 1024, 1024, 2048, 2048]] * WORLD
+    assert_same_everywhere(flat(model))
+    if compressor in ("none", "powersgd:min_numel=0"):  # nothing has to be taken back: all is as if that step had not been
+        train(twin, wrap(twin, compressor), [0, 1, 2, 4, 5, 6, 7])
+        assert torch.equal(flat(model), flat(twin))
 
 
 @every(EXACT)
@@ -190,7 +235,7 @@ def test_a_scaler_that_is_off_leaves_a_scale_that_was_told():
 @pytest.mark.parametrize("unscale", [False, True])
 def test_torchs_own_scaler(compressor, unscale):
     """It is refused, on all workers, until it is used as the sentence says."""
-    models, scales = [network(), network()], []
+    models = [network(), network()]
     optimizers = [wrap(model, compressor) for model in models]
     ours, torchs = hvd.GradScaler("cpu", init_scale=64.0, growth_interval=2), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     with pytest.raises(RuntimeError, match=r"(?s)call optimizer.set_loss_scale\(scaler.get_scale\(\)\) before backward, and after it "
@@ -207,18 +252,7 @@ def test_torchs_own_scaler(compressor, unscale):
     models[1] = network()
     optimizers[1], torchs = wrap(models[1], compressor), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     expected = scaled_steps(models[0], optimizers[0], ours, range(6), overflow=[3])
-    for step in range(6):
-        optimizers[1].zero_grad()
-        optimizers[1].set_loss_scale(torchs.get_scale())
-        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + RANK))
-        loss = ((models[1](x) - x) ** 2).mean() * (BAD[0] if step == 3 and RANK == WORLD - 1 else 1)
-        torchs.scale(loss).backward()
-        optimizers[1].synchronize()
-        torchs.unscale_(optimizers[1])
-        with optimizers[1].skip_synchronize():
-            torchs.step(optimizers[1])
-        scales.append(torchs.get_scale())
-        torchs.update()
+    scales = scaled_steps(models[1], optimizers[1], torchs, range(6), overflow=[3])
     assert scales == expected == [64, 64, 128, 128, 64, 64]
     assert torch.equal(flat(models[0]), flat(models[1]))
 

@@ -155,6 +155,29 @@ def test_an_estimate_is_of_this_workers_own_gradient_whatever_it_travels_as(op, 
     torch.testing.assert_close(w.grad.reshape(-1).float(), mean * (WORLD if op == hvd.Sum else 1), rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize("small", ["one", "all"])
+@pytest.mark.parametrize("exchange", ["allgather", "sra"])
+def test_values_below_a_threshold_wait_until_they_add_up_to_it(exchange, small):
+    parameters = weights({"w": (5000,)})
+    optimizer = optimizer_of(parameters, f"threshold:tau=1,capacity=1,min_numel=0,exchange={exchange}")
+    of = {rank: 0.375 if small == "all" or rank == WORLD - 1 else 1.5 for rank in range(WORLD)}
+    every_other = torch.arange(5000) % 2 == 0  # of all entries a payload would have no room for a few
+    means, received = [], 0
+    for _ in range(6):
+        reduced = step(optimizer, parameters, {"w": every_other * of[RANK]})["w"].clone()
+        assert_same_everywhere(reduced)
+        assert torch.equal(reduced, every_other * reduced[0])
+        means.append(reduced[0].item())
+        received = received + reduced
+    assert bool(means[0]) == (small == "one" and exchange == "allgather")  # an owner's mean is below it too
+    if exchange == "allgather":
+        sent = [0, 0, 1, 0, 0, 1]
+        assert means == pytest.approx([one if small == "all" else (WORLD - 1 + one) / WORLD for one in sent])
+    assert received.any()
+    given = 6 * sum(of.values()) / WORLD
+    torch.testing.assert_close(received + left(optimizer._reducer.state.slots["w"]), every_other * given)
+
+
 ODD, LARGE = [(0,), (), (1,), (8,), (9,), (31,), (33,), (256,), (257,), (0, 4), (5, 0, 2)], [(17_000_000,)]
 
 

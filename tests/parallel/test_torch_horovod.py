@@ -77,6 +77,32 @@ def test_the_stock_optimizer_on_a_process_set():
         hvd.remove_process_set(half)
 
 
+def test_averages_divide_by_the_size_of_the_process_set():
+    """The workers outside keep their own gradients. All in one test, since Horovod is slow while there are process sets."""
+    if WORLD < 4:
+        pytest.skip("needs four workers")
+    pair = hvd.add_process_set([1, 3])
+    try:
+        onebit = "onebit:min_numel=0,exchange="
+        for compression in (onebit + "allgather", onebit + "sra", "fp16", "none", "bound"):
+            weight = torch.nn.Parameter(torch.zeros(100, 60))
+            sgd = torch.optim.SGD([weight], lr=1.0)
+            if compression == "bound":
+                bound = Compression.onebit(min_numel=0).bind([("w", weight)], pair)
+                optimizer = stock.DistributedOptimizer(sgd, [("w", weight)], bound, process_set=pair)
+                stats = bound.stats.as_dict
+            else:
+                optimizer = hvd.DistributedOptimizer(sgd, [("w", weight)], compression, process_set=pair)
+                stats = optimizer.compression_stats
+            weight.grad = torch.full((100, 60), RANK + 1.0)
+            optimizer.step()
+            assert (weight.grad == (3 if pair.included() else RANK + 1)).all(), (compression, weight.grad)
+            assert torch.equal(weight.detach(), -weight.grad)
+            assert bool(stats()["wire_bytes"]) == pair.included()
+    finally:
+        hvd.remove_process_set(pair)
+
+
 @pytest.mark.parametrize("op, factor", [(stock.Average, 1), (stock.Sum, (WORLD + 2) / WORLD)])
 def test_the_states_of_another_number_of_workers_are_shared_out_by_the_op_that_is_told(op, factor):
     bound = Compression.topk(min_numel=0).bind([("w", torch.nn.Parameter(torch.zeros(300)))])
@@ -203,6 +229,15 @@ def test_join_is_refused_where_gradients_are_compressed(monkeypatch):
     monkeypatch.setattr("hvd_quant.torch.state._states", set())  # as if there had been no tests before
     optimizers = [wrap(network(), compression) for compression in ("none", {"*": "none"}, {"*": "onebit"})]  # all tensors are small
     assert hvd.join() in range(WORLD)
-    optimizers.append(wrap(network(), TOPK))
-    with pytest.raises(ValueError, match=r"hvd.join\(\) can't be combined with compressed exchanges: give all workers the same number"):
-        hvd.join()
+    model, twin = network(), network()
+    optimizers += [wrap(each, TOPK + ",exchange=allgather") for each in (model, twin)]
+    train(twin, optimizers[-1], range(3))
+    for step in range(3):  # as if nobody had asked, amid exchanges and between them
+        optimizers[-2].zero_grad()
+        backward(model, step)
+        with pytest.raises(ValueError, match=r"hvd.join\(\) can't be combined with compressed exchanges: give all workers the "
+                           "same number"):
+            hvd.join()
+        optimizers[-2].step()
+        assert optimizers[-2].compression_stats()["steps"] == step + 1
+    assert torch.equal(flat(model), flat(twin))

@@ -12,7 +12,7 @@ import hvd_quant.torch as hvd
 from hvd_quant import Compression, TensorInfo, exchange, get_compressor
 from hvd_quant.ops import generic
 from hvd_quant.torch.reducer import Reducer
-from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests.conftest import CODECS, ERROR_FEEDBACK, LINEAR
 from tests.parallel.torch_workers import (
     RANK,
     WORLD,
@@ -162,7 +162,7 @@ def test_the_optimizers_own_state_keeps_its_layout(compressor):
     optimizer.load_compression_state_dict(torch.load(file, weights_only=True))
 
 
-@every(CODECS)
+@every(CODECS | LINEAR)
 def test_resuming_from_a_checkpoint_is_bit_for_bit(compressor):
     def fresh():
         model = network()
@@ -203,6 +203,45 @@ def test_a_checkpoint_of_another_worker_or_shape(caplog):
     assert "residual of 0.weight starts at zero: the checkpoint has shape (3,) of entries (0, 1200), the model needs shape (1200,)" in caplog.text
     assert "compression state of old is dropped: there is no such parameter" in caplog.text
     assert "compression state of 0.bias was kept for onebit and goes on with topk:min_numel=0,ratio=0.1" in caplog.text
+
+
+@pytest.mark.parametrize("spec", [
+    "topk:ratio=0.1,min_numel=0", "onebit:min_numel=0,exchange=sra", "randomk:min_numel=0", "powersgd:min_numel=0",
+    "topk:ratio=0.1,min_numel=0,momentum=0.9", "onebit:min_numel=0,memory=ef21"])
+def test_a_parameter_that_has_changed_its_shape_starts_anew(spec, caplog):
+    """It alone, with a line in the log for each tensor that was kept of it; all others go on where they were."""
+    def made(rows):
+        parameters = {"before": torch.nn.Parameter(torch.zeros(40, 30)), "changed": torch.nn.Parameter(torch.zeros(rows, 50)),
+                      "after": torch.nn.Parameter(torch.zeros(30, 40))}
+        return parameters, hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), spec)
+
+    def train_on(parameters, optimizer, steps):
+        for step in steps:
+            for p in parameters.values():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + RANK))
+            optimizer.step()
+
+    parameters, optimizer = made(60)
+    train_on(parameters, optimizer, range(3))
+    saved = optimizer.compression_state_dict()
+    parameters, optimizer = made(61)
+    train_on(parameters, optimizer, range(1))  # something to be overwritten
+    optimizer.load_compression_state_dict(saved)
+    kept = optimizer.compression_state_dict()["tensors"]
+    assert kept["changed"]["state"] and not any(value.any() for value in kept["changed"]["state"].values())
+    for name in ("before", "after"):
+        assert kept[name]["step"] == 3 and kept[name]["state"].keys() == saved["tensors"][name]["state"].keys()
+        assert any(value.any() for value in kept[name]["state"].values())
+        for key, value in kept[name]["state"].items():
+            assert torch.equal(value, saved["tensors"][name]["state"][key]), (name, key)
+    lines = [record.getMessage() for record in caplog.records if record.name == "hvd_quant"]
+    assert sorted(line.partition(" starts at zero: ")[0] for line in lines) == [
+        f"compression state {key} of changed" for key in sorted(kept["changed"]["state"])]
+    train_on(parameters, optimizer, range(3, 6))
+    for p in parameters.values():
+        assert p.any()
+        assert_same_everywhere(p)
+    assert any(value.any() for value in optimizer.compression_state_dict()["tensors"]["changed"]["state"].values())
 
 
 @pytest.mark.parametrize("schedule", ["", ",schedule=dgc,schedule_steps=2"])

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_quant.torch as hvd
 from hvd_quant import Compression, exchange, registry
+from hvd_quant.torch.network import start
 from hvd_quant.torch.reducer import Reducer
-from tests.conftest import CODECS, ERROR_FEEDBACK
+from tests.conftest import CODECS, ERROR_FEEDBACK, LINEAR
 from tests.parallel.torch_workers import (
     RANK,
     TOPK,
@@ -23,7 +24,6 @@ from tests.parallel.torch_workers import (
     every,
     flat,
     network,
-    on_all,
     train,
     wrap,
 )
@@ -76,6 +76,49 @@ def test_several_backward_passes_are_one_step_of_every_scheme():
         assert kept[0][name]["step"] == kept[1][name]["step"] == 7
         for key, value in kept[0][name]["state"].items():
             assert torch.equal(value, kept[1][name]["state"][key]), (name, key)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The collectives that gradients travel in: by their names, how many entries each had."""
+    sizes = {}
+
+    def noted(kind, tensor, name, *arguments, **how):
+        sizes.setdefault(name, []).append(tensor.numel())
+        return start(kind, tensor, name, *arguments, **how)
+
+    monkeypatch.setattr("hvd_quant.torch.network.start", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("compression", [
+    TOPK, TOPK + ",momentum=0.9", "onebit:min_numel=0,exchange=sra", "onebit:min_numel=0,memory=ef21", "powersgd:min_numel=0",
+    "randomk:min_numel=0", "fp16", "none"])
+def test_a_window_that_is_cut_short_is_a_step(compression, started):
+    """As at the end of an epoch: what there is of it is exchanged once, also where workers have had other numbers of passes."""
+    model, twin, plain = network(), network(), network()
+    optimizer = wrap(model, compression, torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=3)
+    reference = wrap(twin, compression, torch.optim.SGD(twin.parameters(), lr=0.1))
+    for step, passes in enumerate([3, 2, 3, 1 + RANK, 3]):
+        plain.load_state_dict(model.state_dict())
+        optimizer.zero_grad()
+        plain.zero_grad()
+        started.clear()
+        for number in range(passes):
+            assert not started and optimizer.compression_stats()["steps"] == step
+            backward(model, 10 * step + number)
+            backward(plain, 10 * step + number)
+        optimizer.step()
+        of_window = sorted(started.values())
+        started.clear()
+        for p, own in zip(twin.parameters(), plain.parameters()):
+            p.grad = own.grad.clone()
+        reference.step()
+        assert of_window == sorted(started.values())
+        assert torch.equal(flat(model), flat(twin))
+    assert_same_everywhere(flat(model))
+    stats, expected = optimizer.compression_stats(), reference.compression_stats()
+    assert (stats["steps"], stats["wire_bytes"], stats["exchanges"]) == (5, expected["wire_bytes"], expected["exchanges"])
 
 
 def test_too_many_backward_passes_name_the_parameter():
@@ -264,13 +307,18 @@ def test_the_number_of_workers_may_change(spec, monkeypatch):
     torch.testing.assert_close(gradient[sent], torch.full_like(gradient[sent], (WORLD + 1) / 2))
 
 
-@every(CODECS)
+MISSING = CODECS | LINEAR | {spec: spec for spec in (
+    TOPK + ",momentum=0.9", TOPK + ",momentum=0.9,nesterov=true,weight_decay=0.01,exchange=sra",
+    TOPK + ",memory=ef21,eta=0.5,exchange=sra", "onebit:min_numel=0,memory=ef21")}
+
+
+@every(MISSING)
 def test_gradients_that_are_missing_on_some_workers_count_as_zero(compressor):
     """Set order differs between processes, so it must not decide which collective meets which."""
     def trained(zeros):
         torch.manual_seed(0)
         branches = torch.nn.ModuleDict({f"b{i}": torch.nn.Linear(20 + i, 20) for i in range(12)})
-        optimizer = wrap(branches, compressor)
+        optimizer = wrap(branches, compressor, torch.optim.SGD(branches.parameters(), lr=0.1))
         for step in range(3):
             optimizer.zero_grad()
             used = random.Random(100 * step + RANK).sample(range(12), 5)
@@ -374,6 +422,19 @@ def test_what_a_collective_moves_stays_within_the_counts_of_mpi(monkeypatch):
     train(model, optimizer, [0])
     parts = [bucket["wire_bytes"] // (WORLD - 1) * WORLD for bucket in optimizer.compression_stats()["buckets"].values()]
     assert len(parts) == 2 and max(parts) < limit
+
+
+@pytest.mark.parametrize("way", ["allgather", "sra", "auto"])
+def test_a_payload_beyond_the_counts_of_mpi_is_refused_by_all(way, started, monkeypatch):
+    monkeypatch.setattr("hvd_quant.torch.network.mpi_enabled", lambda: True)
+    monkeypatch.setattr(exchange, "MPI_COUNT_LIMIT", 150)  # less than one payload of a weight, more than two of a bias
+    model = network()
+    optimizer = wrap(model, f"onebit:min_numel=0,exchange={way}")
+    with pytest.raises(ValueError, match=rf"[02]\.weight: payloads of \d+ bytes from {WORLD} workers are more than the 2\^31 "
+                       r"bytes that an \w+ over MPI can move; use Gloo, or choose a smaller payload for it") as caught:
+        backward(model, 0)
+    assert len(set(hvd.allgather_object(str(caught.value)))) == 1
+    assert not started and not optimizer.compression_stats()["wire_bytes"]
 
 
 def test_workers_in_opposite_branches():
@@ -504,13 +565,21 @@ def test_types_that_can_not_be_reduced():
         hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], "topk")
 
 
-def test_memory_layouts():
-    """channels_last on some workers, transposed and expanded gradients: positions mean the same entries everywhere."""
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
+def test_types_that_can_not_be_bound(dtype):
+    weight = torch.zeros(5000, dtype=dtype)
+    with pytest.raises(TypeError, match=f"parameter w is {dtype}; gradients of torch.float32, .* can be reduced: leave it out"):
+        Compression.topk().bind([("w", weight)])
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_memory_layouts(shift):
+    """channels_last on some workers, transposed gradients on others: positions mean the same entries everywhere."""
     torch.manual_seed(0)
     reference = torch.randn(16, 8, 3, 3)
     layouts = [reference.clone(), reference.clone().to(memory_format=torch.channels_last),
                reference.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)]
-    gradient = layouts[RANK % 3]
+    gradient = layouts[(RANK + shift) % 3]
     weight = torch.nn.Parameter(torch.zeros_like(gradient))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], "topk:ratio=0.5,min_numel=0")
     weight.grad = gradient
@@ -520,15 +589,16 @@ def test_memory_layouts():
     kept = weight.grad.contiguous() != 0
     assert 0.4 < kept.float().mean() <= 0.5
     torch.testing.assert_close(weight.grad[kept], reference[kept])
-    rows = on_all(weight.detach().contiguous())
-    assert torch.equal(rows, rows[:1].expand_as(rows))
+    assert_same_everywhere(weight.detach().contiguous())
 
-    for compression in ("topk:ratio=1.0,min_numel=0,exchange=allgather", "onebit:min_numel=0"):
-        weight = torch.nn.Parameter(torch.zeros(64, 64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], compression)
-        weight.grad = torch.full((1, 1), float(RANK + 1)).expand(64, 64)
-        optimizer.step()
-        torch.testing.assert_close(weight.detach(), torch.full((64, 64), -(WORLD + 1) / 2))
+
+@pytest.mark.parametrize("compression", ["topk:ratio=1.0,min_numel=0,exchange=allgather", "onebit:min_numel=0"])
+def test_gradients_whose_entries_share_memory(compression):
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], compression)
+    weight.grad = torch.full((1, 1), float(RANK + 1)).expand(64, 64)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((64, 64), -(WORLD + 1) / 2))
 
 
 def test_decoding_writes_into_the_gradients_own_memory():
@@ -549,6 +619,30 @@ def test_warm_up_is_dense_and_then_compressed():
         seen.append("allgather" in optimizer.compression_stats()["exchanges"])
     assert seen == [False, False, True, True]
     assert_same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("compression", [
+    TOPK + ",warmup=2", TOPK + ",momentum=0.9,warmup=2", "onebit:min_numel=0,exchange=sra,warmup=2",
+    "powersgd:min_numel=0,warmup=2", "randomk:min_numel=0,warmup=2",
+    {"v": "powersgd:min_numel=0,warmup=2", "*": TOPK + ",warmup=2"}], ids=str)
+def test_dense_collectives_and_compressed_ones_have_other_names(compression, started):
+    """So that nobody takes one for the other: what travels by a name has the same size in every step."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(40, 30)) for name in "wv"}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), compression)
+    names, sizes = [], {}
+    for step in range(4):
+        started.clear()
+        for p in parameters.values():
+            p.grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + RANK))
+        optimizer.step()
+        names.append(set(started))
+        for name, entries in started.items():
+            sizes.setdefault(name, set()).update(entries)
+    dense, compressed = names[0] | names[1], names[2] | names[3]
+    assert dense and compressed and not dense & compressed
+    assert all(len(entries) == 1 for entries in sizes.values())
+    assert len(set(hvd.allgather_object(str(sorted(sizes))))) == 1
+    assert_same_everywhere(parameters["w"])
 
 
 def test_patterns_of_names():

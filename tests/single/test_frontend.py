@@ -73,6 +73,48 @@ def test_one_worker_without_a_launcher():
         assert scaler.get_scale() == 8
 
 
+def test_one_worker_can_call_everything_and_sends_nothing(monkeypatch):
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("hvd_quant.torch", reason="Horovod is not built for PyTorch")
+    import horovod.torch as stock
+
+    hvd.init()
+    for name in ("mpi_ops.allreduce_async_", "mpi_ops.allgather_async", "mpi_ops.alltoall_async", "optimizer.allreduce_async_",
+                 "optimizer.grouped_allreduce_async_", "optimizer.sparse_allreduce_async"):
+        monkeypatch.delattr(f"horovod.torch.{name}")
+
+    def ours(sgd, model):
+        return hvd.DistributedOptimizer(sgd, model.named_parameters(), "topk:min_numel=0")
+
+    def bound(sgd, model):
+        compression = hvd.Compression.topk(min_numel=0).bind(model.named_parameters())
+        return stock.DistributedOptimizer(sgd, model.named_parameters(), compression)
+
+    for make in (ours, bound):
+        for sparse in (False, True):
+            model, plain = (torch.nn.Embedding(20, 30, sparse=sparse) for _ in range(2))
+            plain.load_state_dict(model.state_dict())
+            optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for step in range(3):
+                for m, opt in ((model, optimizer), (plain, reference)):
+                    opt.zero_grad()
+                    (m(torch.tensor([step, step, 7])) ** 2).sum().backward()
+                    assert m.weight.grad.is_sparse == sparse
+                optimizer.synchronize()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                reference.step()
+            assert torch.equal(model.weight, plain.weight)
+            assert hvd.join() == 0
+    alone, grad = hvd.Compression.topk(min_numel=0).bind(model.named_parameters()), model.weight.grad
+    assert alone.decompress(*alone.compress(grad)) is grad and alone.stats.as_dict()["wire_bytes"] == 0
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    momentum = hvd.DistributedOptimizer(sgd, model.named_parameters(), "topk:momentum=0.9")
+    assert hvd.join() == 0 and momentum.compression_stats()["wire_bytes"] == 0
+
+
 def test_a_hook_for_ddp_asks_horovod_for_nothing(monkeypatch):
     torch = pytest.importorskip("torch")
     hvd = pytest.importorskip("hvd_quant.torch", reason="Horovod is not built for PyTorch")
