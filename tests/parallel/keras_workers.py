@@ -47,6 +47,27 @@ def flat(model):
     return np.concatenate([np.asarray(w).ravel() for w in model.get_weights()])
 
 
+def assert_what_is_unfrozen_late_is_reduced_or_refused(make):
+    """With optimizers as ``make`` makes them: a layer that one knows, and a layer that it doesn't know."""
+    model, optimizer = network(), make()
+    make_variables(optimizer, model.trainable_variables)
+    for trainable in (False, True):
+        model.layers[0].trainable = trainable
+        before = flat(model.layers[0])
+        fit(model, optimizer, batches=2)
+        assert np.array_equal(before, flat(model.layers[0])) != trainable
+        assert_same_everywhere(flat(model))
+    model, optimizer = network(), make()
+    model.layers[0].trainable = False
+    fit(model, optimizer, batches=1)
+    model.layers[0].trainable = True
+    before = flat(model)
+    with pytest.raises(ValueError, match=r"dense\w*/kernel is none of the 2 variables that compression state was made for: give all "
+                       r"variables that are trained when it is made \(to bind\(\), or to the optimizer\)"):
+        fit(model, optimizer, batches=1)
+    np.testing.assert_array_equal(flat(model), before)
+
+
 def on_all(value):
     """The workers' values of an array, one row a worker."""
     value = np.asarray(value)

@@ -1,6 +1,8 @@
 """model.fit with a distributed Keras 3 optimizer: replicas stay the same, and gradients are what they should be."""
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -132,9 +134,13 @@ def test_a_window_is_exchanged_once_and_is_a_larger_batch(spec, momentum, passes
 
 
 def test_two_optimizers_in_one_step():
-    """A generator and a discriminator whose layers have the same names; one compressor object for both."""
+    """A generator and a discriminator whose layers have the same names; one compressor object for both. Each is as it is alone."""
     compressor = hvd.Compression.topk(ratio=0.1, min_numel=0)
-    models = [network(), network(seed=1)]
+    models = []
+    for seed in (0, 1):
+        keras.backend.clear_session()
+        models.append(network(seed))
+    assert [v.path for v in models[0].variables] == [v.path for v in models[1].variables]
     optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor) for _ in models]
     traces = []
 
@@ -152,13 +158,60 @@ def test_two_optimizers_in_one_step():
     for i in range(50):
         step(x[8 * (i % 10):][:8], y[8 * (i % 10):][:8])
     assert len(traces) == 1
-    alone = network(seed=1)
-    for model in models:
+    for seed, model in enumerate(models):
         assert_same_everywhere(flat(model))
-    fit(alone, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), batches=10, epochs=5)
-    np.testing.assert_allclose(flat(models[1]), flat(alone), atol=1e-5)
+        alone = network(seed)
+        fit(alone, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compressor), batches=10, epochs=5)
+        np.testing.assert_allclose(flat(model), flat(alone), atol=1e-5)
     kept = [residuals(optimizer) for optimizer in optimizers]
-    assert kept[0] and not any(np.array_equal(a, b) for a, b in zip(*(r.values() for r in kept)))
+    assert kept[0].keys() == kept[1].keys() and not any(np.array_equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_an_optimizer_for_each_layer(bound):
+    """All together are as one, also with one state that is bound to all variables, which another model's have no place in."""
+    model, whole = network(), network()
+    compression = hvd.Compression.topk(ratio=0.1, min_numel=0)
+    if bound:
+        compression = compression.bind(model.trainable_variables)
+    layers = {layer: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=compression) for layer in model.layers}
+    for layer, optimizer in layers.items():
+        optimizer.build(layer.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        grads = tape.gradient(loss, [layer.trainable_variables for layer in layers])
+        for (layer, optimizer), of_layer in zip(layers.items(), grads):
+            optimizer.apply(of_layer, layer.trainable_variables)
+
+    x, y = data()
+    for i in range(0, len(x), 8):
+        step(x[i:i + 8], y[i:i + 8])
+    fit(whole, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=TOPK))
+    np.testing.assert_allclose(flat(model), flat(whole), atol=1e-6)
+    assert_same_everywhere(flat(model))
+    if bound:
+        assert compression.stats()["steps"] == 4 and sum(map(len, compression.stats()["exchanges"].values())) == 4
+        other = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+        with pytest.raises(ValueError, match="is none of the 4 variables that compression state was made for"):
+            other.apply([tf.zeros(v.shape) for v in whole.trainable_variables], whole.trainable_variables)
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_gone():
+    model, gone, sent = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(20)]), [], []
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    for _ in range(3):
+        fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TOPK), batches=2)
+        assert_same_everywhere(flat(model))
+        stats = model.optimizer.compression_stats()
+        sent.append((stats["steps"], stats["wire_bytes"]))
+        gone.append(weakref.ref(model.optimizer._hvd_reducer))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    gc.collect()
+    assert [reducer() for reducer in gone] == [None] * 3
+    assert len(set(sent)) == 1 and sent[0][0] == 2 and sent[0][1] > 0
 
 
 def test_a_variable_without_a_gradient_is_left_out():

@@ -18,6 +18,7 @@ from tests.parallel.keras_workers import (
     TOPK,
     WORLD,
     assert_same_everywhere,
+    assert_what_is_unfrozen_late_is_reduced_or_refused,
     data,
     every,
     fit,
@@ -125,6 +126,11 @@ def test_local_layers(scale):
         np.testing.assert_allclose(w.numpy() - old, expected, rtol=1e-5)
     with pytest.raises(ValueError, match="local_layers must be Keras layers; it holds 'dense'"):
         hvd.PartialDistributedOptimizer(Adding(), local_layers=["dense"])
+
+
+def test_layers_that_are_unfrozen_late():
+    assert_what_is_unfrozen_late_is_reduced_or_refused(
+        lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TOPK))
 
 
 @pytest.mark.parametrize("as_dense", [False, True])

@@ -1,5 +1,7 @@
 """What outlives a step: saved models and checkpoints, learning rates, elastic state, batch normalization's averages."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +15,7 @@ import hvd_quant.keras as hvd
 from hvd_quant import get_compressor
 from hvd_quant.tensorflow import DistributedGradientTape
 from hvd_quant.tensorflow.state import slots_of
+from tests.parallel.allocation import allocated
 from tests.parallel.keras_workers import (
     RANK,
     TOPK,
@@ -171,6 +174,30 @@ def test_a_checkpoint_a_worker_resumes_bit_for_bit(scaled, tmp_path):
         fresh()[1].compression_state_dict()
 
 
+def test_a_variable_that_has_changed_its_shape_starts_anew(caplog):
+    """It alone, with one line in the log."""
+    def built(units):
+        layers = keras.layers
+        model = keras.Sequential([layers.Input((20,)), layers.Dense(30, activation="relu"), layers.Dense(units)])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TOPK)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
+
+    model, optimizer = built(20)
+    fit(model, optimizer)
+    other = built(21)[1]
+    caplog.clear()
+    other.load_compression_state_dict(optimizer.compression_state_dict())
+    before, now = (list(residuals(one).values()) for one in (optimizer, other))  # the last bias is dense for its size
+    assert len(before) == len(now) == 3 and all(residual.any() for residual in before)
+    for i in range(2):
+        np.testing.assert_array_equal(now[i], before[i])
+    assert now[2].shape == (630,) and not now[2].any()
+    assert {one["step"] for one in other.compression_state_dict()["tensors"].values()} == {4}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "hvd_quant"]
+    assert re.match(r"compression state residual of .*/kernel starts at zero: the checkpoint has shape \(600,\) .* shape \(630,\)", line)
+
+
 @pytest.mark.parametrize("op, share", [(hvd.Average, 2.0), (hvd.Sum, 6.0 / WORLD)])
 def test_the_states_of_another_number_of_workers_are_shared_out(op, share):
     model = network()
@@ -229,6 +256,20 @@ def test_elastic_state():
     np.testing.assert_array_equal(flat(model), after)
     with pytest.raises(ValueError, match="call model.build"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]), optimizer)
+
+
+def test_elastic_state_that_is_restored_and_synced_takes_no_more_memory():
+    model = keras.Sequential([keras.layers.Input((256,)), keras.layers.Dense(512, use_bias=False)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=TOPK)
+    state, seen = hvd.elastic.KerasState(model, optimizer, batch=0), []
+    for i in range(60):
+        state.restore()
+        if i % 3 == 0:
+            state.sync()  # which makes graphs
+        if i in (19, 59):
+            seen.append(allocated())
+    print(seen)
+    assert seen[1] - seen[0] < 13 * 4 * 256 * 512 / 2, seen  # half a copy of one variable at each sync
 
 
 @pytest.mark.parametrize("bound", [False, True])
