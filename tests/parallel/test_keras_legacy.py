@@ -17,6 +17,7 @@ from tests.parallel.keras_workers import (
     TOPK,
     WORLD,
     assert_same_everywhere,
+    assert_what_is_unfrozen_late_is_reduced_or_refused,
     everyones,
     fit,
     flat,
@@ -143,6 +144,11 @@ def test_an_overflow_on_one_worker_voids_the_step_on_all(kind, nesting, in_graph
     assert_same_everywhere(np.concatenate([a.numpy(), b.numpy()]))
     np.testing.assert_allclose(a.numpy(), plain.numpy(), atol=1e-5)
     assert scales == [1024, 1024, 1024, 512, 512, 512, 1024, 1024]
+
+
+@both_kinds
+def test_layers_that_are_unfrozen_late(kind):
+    assert_what_is_unfrozen_late_is_reduced_or_refused(lambda: hvd.DistributedOptimizer(kind.SGD(0.1), compression=TOPK))
 
 
 @both_kinds

@@ -12,7 +12,7 @@ from hvd_quant import Compression, exchange
 from hvd_quant.compressors import TopK
 from hvd_quant.ops import generic
 from hvd_quant.tensorflow.reducer import Reducer
-from tests.conftest import CODECS
+from tests.conftest import CODECS, LINEAR
 from tests.parallel.tensorflow_workers import (RANK, WORLD, Network, Simulation, assert_same_everywhere, batch, every, on_all,
                                                routes, train)
 
@@ -141,7 +141,7 @@ def test_a_nonfinite_gradient_is_seen_everywhere_and_poisons_nothing(compressor,
     assert_same_everywhere(network.flat())
 
 
-@every(ROUTES)
+@every(ROUTES | {spec: c for spec, c in LINEAR.items() if c.memory == "error_feedback"})
 def test_a_checkpoint_resumes_bit_for_bit(compressor, tmp_path):
     straight, first = Network(), Network()
     train(straight, range(8), compression=compressor)
@@ -154,6 +154,18 @@ def test_a_checkpoint_resumes_bit_for_bit(compressor, tmp_path):
     status.assert_consumed()
     train(second, range(4, 8), compression=resumed)
     np.testing.assert_array_equal(second.flat(), straight.flat())
+
+
+def test_a_checkpoint_of_a_variable_that_has_changed_its_shape_is_refused(tmp_path):
+    def bound(rows):
+        weights = [tf.Variable(tf.zeros([rows, 40]), name="changed"), tf.Variable(tf.zeros([50, 20]), name="other")]
+        return weights, hvd.Compression.topk(ratio=0.1, min_numel=0).bind(weights)
+
+    weights, state = bound(30)
+    Reducer(state, []).reduce([tf.random.normal(v.shape) for v in weights], weights)
+    path = tf.train.Checkpoint(compression=state).write(str(tmp_path / f"of-{RANK}"))
+    with pytest.raises(ValueError, match=r"shape \(1200,\) .* shape \(1240,\) and name .*_0_changed/residual"):
+        tf.train.Checkpoint(compression=bound(31)[1]).read(path)
 
 
 def test_a_checkpoint_is_restored_by_its_worker_alone(tmp_path):
@@ -214,6 +226,38 @@ def test_fp16_averages_what_does_not_fit_and_keeps_its_type():
             (result,) = Reducer(spec, [weight], name="test").reduce([tf.fill([300], value)], [weight])
             assert result.dtype == dtype
             np.testing.assert_array_equal(tf.cast(result, tf.float32), tf.fill([300], tf.cast(value, tf.float32)))
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("spec", ["none", "bf16", "onebit:min_numel=0", "topk:min_numel=0,ratio=1", "blockwise8:min_numel=0",
+                                  "topk:min_numel=0,ratio=0.1,exchange=sra"])
+def test_tiny_values_do_not_flush_away(spec, in_graph):
+    for value in (1e-7, 2.0**-130):
+        weight = tf.Variable(tf.zeros([64]))
+        reducer = Reducer(spec, [weight], name="test")
+
+        def reduce(grad):
+            return reducer.reduce([grad], [weight])
+
+        (reduced,) = (tf.function(reduce) if in_graph else reduce)(tf.fill([64], np.float32(value)))
+        kept = np.zeros(64, np.float32)
+        for slot in reducer.state.by_place:
+            kept += slot.state["residual"].numpy() if slot.state else 0
+            own = slot.owner_state["residual"].numpy() if slot.owner_state else 0
+            for (a, b), owned in hvd.allgather_object((slot.owned, own), name="owned"):
+                kept[a:b] += owned
+        np.testing.assert_allclose(reduced.numpy() + kept, np.full(64, value), rtol=4e-3 if spec == "bf16" else 1e-6)
+
+
+def test_sums_that_outgrow_fp32_are_seen():
+    """What a threshold leaves grows step by step, which the statistics tell, until the step in which it would overflow is void."""
+    weight, norms = tf.Variable(tf.zeros([64]), name="w"), []
+    reducer = Reducer("threshold:tau=1,min_numel=0", [weight], name="test")
+    for _ in range(4):
+        (reduced,) = reducer.reduce([tf.fill([64], np.float32(1e38))], [weight])
+        norms.append(reducer.stats(residual_norms=True)["residual_norms"]["w"] / 8e38)
+    assert norms[:3] == pytest.approx([1, 2, 3]) and norms[3] < 3.1 and np.isnan(reduced).all()
+    assert reducer.stats()["void_tensors"] == 1
 
 
 def test_shapes_of_all_kinds():

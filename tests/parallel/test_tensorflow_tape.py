@@ -44,6 +44,31 @@ def test_fifty_steps_are_traced_once(compression):
     assert_same_everywhere(network.flat())
 
 
+@pytest.mark.parametrize("compression", ["none", TOPK])
+def test_fifty_steps_on_keras_variables_are_traced_once(compression):
+    keras.utils.set_random_seed(0)
+    layer, traces = keras.layers.Dense(30), []
+    layer.build((None, 30))
+    before = layer.kernel.numpy()
+
+    @tf.function
+    def step(x):
+        traces.append(1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((layer(x) - x) ** 2)
+        variables = layer.trainable_variables
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for v, g in zip(variables, tape.gradient(loss, variables)):
+            v.assign_sub(0.1 * g)
+
+    for i in range(50):
+        step(tf.constant(batch(i)))
+    assert len(traces) == 1
+    assert not np.array_equal(before, layer.kernel.numpy())
+    for v in layer.trainable_variables:
+        assert_same_everywhere(v.numpy())
+
+
 def test_an_eager_loop_makes_its_graph_once():
     network = Network()
     train(network, range(2), in_graph=False, compression=TOPK)
@@ -88,8 +113,9 @@ def test_a_variable_that_is_not_in_the_loss_has_no_gradient():
         assert_same_everywhere(grads[2])
 
 
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("compression", ["none", TOPK, "qsgd:min_numel=0,exchange=allgather"])
+@pytest.mark.parametrize("compression, in_graph", [
+    *((spec, in_graph) for spec in ("none", TOPK, "qsgd:min_numel=0,exchange=allgather") for in_graph in (False, True)),
+    *((spec, False) for spec in ("randomk:min_numel=0", "powersgd:min_numel=0", f"{TOPK},momentum=0.9", f"{TOPK},memory=ef21"))])
 def test_a_gradient_that_is_missing_on_some_workers_counts_as_0(compression, in_graph):
     """In the first step and later, and one that no worker had before; in graphs that is then on all of them."""
     everyone, last = set(range(WORLD)), WORLD - 1
@@ -328,6 +354,29 @@ def test_workers_in_opposite_branches_whose_other_gradient_is_a_constant(compres
                 np.testing.assert_allclose(grad, np.full((40, 30), i * workers / WORLD), rtol=1e-3)
 
 
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_block_whose_activations_are_computed_again(in_graph):
+    computed = []
+
+    class Again(Network):
+        def loss(self, x):
+            w0, b0, w1, b1 = self.variables
+
+            @tf.recompute_grad
+            def block(x):
+                computed.append(1)
+                return tf.nn.relu(x @ w0 + b0)
+
+            return tf.reduce_mean((block(x) @ w1 + b1 - x) ** 2)
+
+    plain, again = Network(), Again()
+    for network in (plain, again):
+        train(network, range(3), in_graph=in_graph, compression=TOPK)
+    assert len(computed) == (2 if in_graph else 6)
+    np.testing.assert_allclose(again.flat(), plain.flat(), atol=1e-6)
+    assert_same_everywhere(again.flat())
+
+
 def test_a_worker_whose_batch_has_another_shape_traces_again_alone():
     network = Network()
 
@@ -394,6 +443,29 @@ def test_one_compressor_object_for_two_models_keeps_two_states():
     alone = Network(1)
     train(alone, range(3), compression=TOPK)
     np.testing.assert_array_equal(networks[1].flat(), alone.flat())
+
+
+def test_two_tapes_for_parts_of_what_a_compressor_is_bound_to():
+    """They share its state and its statistics, and are together as one tape."""
+    whole, parts = Network(), Network()
+    state = get_compressor(TOPK).bind(parts.variables)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape(persistent=True) as plain:
+            loss = parts.loss(x)
+        tapes, sources = [hvd.DistributedGradientTape(plain, compression=state) for _ in range(2)], parts.variables
+        grads = [g for tape, part in zip(tapes, (sources[:2], sources[2:])) for g in tape.gradient(loss, part)]
+        for v, g in zip(sources, grads):
+            v.assign_sub(0.1 * g)
+
+    for i in range(4):
+        step(tf.constant(batch(i)))
+    train(whole, range(4), compression=TOPK)
+    np.testing.assert_allclose(parts.flat(), whole.flat(), atol=1e-6)
+    assert_same_everywhere(parts.flat())
+    stats = state.stats()
+    assert stats["steps"] == 4 and sum(map(len, stats["exchanges"].values())) == 4
 
 
 def test_state_lives_as_long_as_the_variables():
