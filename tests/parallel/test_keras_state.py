@@ -268,8 +268,7 @@ def test_elastic_state_that_is_restored_and_synced_takes_no_more_memory():
             state.sync()  # which makes graphs
         if i in (19, 59):
             seen.append(allocated())
-    print(seen)
-    assert seen[1] - seen[0] < 13 * 4 * 256 * 512 / 2, seen  # half a copy of one variable at each sync
+    assert seen[1] - seen[0] < 4 * 256 * 512 / 2, seen  # half a copy of one variable, in all
 
 
 @pytest.mark.parametrize("bound", [False, True])
