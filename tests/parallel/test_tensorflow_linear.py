@@ -2,13 +2,14 @@
 wrong."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_quant.tensorflow as hvd
-from hvd_quant import get_compressor
+from hvd_quant import get_compressor, registry
 from hvd_quant.tensorflow import network
 from hvd_quant.tensorflow.reducer import Reducer
 from tests.conftest import LINEAR
@@ -114,6 +115,45 @@ def test_workers_that_draw_different_entries_are_told():
             slot.step.assign_add(1)
     with pytest.raises(tf.errors.DataLossError, match="the workers drew different entries"):
         exchange(1)
+    hvd.allgather_object(0, name="after")
+
+
+class OwnHalf(registry.compressor_class("fp16")):
+    """A user's, which TensorFlow calls on the host and which travels in payloads for that."""
+
+
+class OwnSums(registry.compressor_class("randomk")):
+    """One that has no payloads."""
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_worker_that_can_not_go_on_is_named_by_all(in_graph, monkeypatch):
+    reducer, exchange = step_of(OwnHalf(min_numel=0), in_graph)
+    exchange(0)
+
+    def fails(self, ops, grad, state, params, info):
+        if info.rank == WORLD - 1 and info.name == "v":
+            raise MemoryError("no room")
+        return super(OwnHalf, self).encode(ops, grad, state, params, info)
+
+    hvd.allgather_object(0, name="before")
+    start = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnHalf, "encode", fails)
+        with pytest.raises(tf.errors.DataLossError, match=f"v: worker {WORLD - 1} failed to encode its gradient: MemoryError: no room"):
+            exchange(1)
+    assert time.monotonic() - start < 5
+    for name, grad in exchange(2).items():
+        assert_same_everywhere(grad)
+        mean = np.mean([gradient(2, rank, SHAPES[name]) for rank in range(WORLD)], axis=0)
+        np.testing.assert_allclose(grad, mean, rtol=2e-3, atol=0.05)
+    assert hvd.allgather_object(int(reducer.state.slots["v"].step), name="steps") == [2] * WORLD
+
+
+def test_sums_of_ones_own_that_have_no_payloads_are_told_by_all():
+    exchange = step_of(OwnSums(min_numel=0))[1]
+    with pytest.raises(tf.errors.DataLossError, match="failed to encode its gradient: NotImplementedError: OwnSums does not implement enc"):
+        exchange(0)
     hvd.allgather_object(0, name="after")
 
 
