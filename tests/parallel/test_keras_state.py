@@ -264,7 +264,7 @@ def test_elastic_state_that_is_restored_and_synced_takes_no_more_memory():
     state, seen = hvd.elastic.KerasState(model, optimizer, batch=0), []
     for i in range(60):
         state.restore()
-        if i % 3 == 0:
+        if i % 6 == 0:
             state.sync()  # which makes graphs
         if i in (19, 59):
             seen.append(allocated())

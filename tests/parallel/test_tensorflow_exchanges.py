@@ -403,8 +403,7 @@ def sent(monkeypatch):
 
 
 @pytest.mark.parametrize("compression", [
-    "topk:ratio=0.1,min_numel=0,exchange=allgather,warmup=2", f"{SRA},momentum=0.9,warmup=2", "randomk:min_numel=0,warmup=2",
-    "powersgd:min_numel=0,warmup=2"])
+    "topk:ratio=0.1,min_numel=0,exchange=allgather,warmup=2", f"{SRA},momentum=0.9,warmup=2", "powersgd:min_numel=0,warmup=2"])
 def test_dense_collectives_and_compressed_ones_have_other_names(compression, sent):
     """So that nobody takes one for the other: what travels by a name has the same size in every step."""
     weights, names, sizes = variables([(40, 30)] * 2), [], {}
