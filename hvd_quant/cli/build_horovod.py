@@ -556,7 +556,8 @@ def print_plan(plan: Plan, sdist: Path | None, wanted: bool, as_json: bool) -> N
 
 
 @click.command("build-horovod", epilog=output.examples(
-    "hvd-quant build-horovod", "hvd-quant build-horovod --gpu nccl", "hvd-quant build-horovod --without-tensorflow --no-install --json",
+    "hvd-quant build-horovod", "hvd-quant build-horovod --gpu nccl",
+    "hvd-quant build-horovod --without-tensorflow --no-install --json",
     f"hvd-quant build-horovod --sdist horovod-{VERSION}.tar.gz     # where the package index is out of reach"))
 @click.option(
     "--sdist",

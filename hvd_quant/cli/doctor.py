@@ -154,9 +154,11 @@ def horovod_of(framework: str, found: dict[str, Any]) -> Finding:
     built = [name for name, there in found["horovod"].items() if there]
     if not built:
         return Finding(what, ERROR, "it was built without Gloo, MPI and NCCL, so workers can't talk", f"{build} --force")
-    said = f"{found['horovod_version']}, built with " + ", ".join({"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}[name] for name in built)
+    names = ", ".join({"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}[name] for name in built)
+    said = f"{found['horovod_version']}, built with {names}"
     if found.get("gpu") and "nccl" not in built:
-        return Finding(what, WARNING, f"{said}; there is a GPU, whose gradients travel by the host's memory without NCCL", f"{build} --gpu nccl")
+        return Finding(what, WARNING, f"{said}; there is a GPU, whose gradients travel by the host's memory without NCCL",
+                       f"{build} --gpu nccl")
     return Finding(what, OK, said)
 
 
@@ -208,7 +210,8 @@ def network(folder: Path = NETWORKS) -> Finding:
     """Which interfaces there are, and the fastest of several."""
     found = interfaces(folder)
     if not found:
-        return Finding("network", WARNING, "no interface is up but loopback", "to reach workers on other hosts, bring one up: `ip -brief link` lists what there is")
+        return Finding("network", WARNING, "no interface is up but loopback",
+                       "to reach workers on other hosts, bring one up: `ip -brief link` lists what there is")
     listed = ", ".join(f"{name} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'})" for name, speed in found.items())
     best = max(found, key=lambda name: found[name] or 0)
     if len(found) == 1:

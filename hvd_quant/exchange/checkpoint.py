@@ -162,7 +162,8 @@ def restored(state: Mapping[str, Any], slots: Mapping[str, Slot], rank: int | No
             _log.warning("compression state of %s was kept for %s and goes on with %s", name, compressor, slot.compressor.spec)
         before = shapes.get(name, {})
         # A range of another tensor is another one, though it may have as many entries.
-        another = any(key in before and before[key] != tuple(value.shape) for key, value in slot.state.items() if not key.startswith(OWNER))
+        another = any(key in before and before[key] != tuple(value.shape) for key, value in slot.state.items()
+                      if not key.startswith(OWNER))
         for key, value in slot.state.items():
             which = "owned" if key.startswith(OWNER) else "piece"
             old, new = before.get(key), tuple(value.shape)

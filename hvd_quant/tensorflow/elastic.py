@@ -98,7 +98,7 @@ class TensorFlowKerasState(ObjectState):
         self._saved = [(variable, tf.identity(variable)) for variable in variables]
 
     def _kept(self) -> tuple[list[tf.Variable], list[tf.Variable]]:
-        """What is kept in addition: a distributed optimizer's counts, which are the same on all workers, and what is this worker's own."""
+        """What is kept in addition: counts of a distributed optimizer, the same on all workers, and what is this worker's own."""
         from hvd_quant.keras.reducing import reducing  # which needs hvd_quant.tensorflow itself
 
         optimizer = reducing(self.optimizer)
@@ -106,7 +106,7 @@ class TensorFlowKerasState(ObjectState):
         counts = [count for slot in slots for count in slot.counts]
         own = [value for slot in slots for value in slot.state.values()]
         for slot in slots_of(self.model.variables):
-            if slot not in slots:  # a tape's, or what bind() made: newcomers may not have it yet, and nothing common depends on its counts
+            if slot not in slots:  # a tape's, or bind()'s, which newcomers may not have yet; nothing common depends on its counts
                 own += [*slot.counts, *slot.state.values()]
         window = None if optimizer is None else optimizer._hvd_window
         return (counts, own) if window is None else ([*counts, window.count], [*own, *window.sums])

@@ -239,8 +239,7 @@ class State:
         """
         state = of_this_worker(state, self.op == Average, **self.whose())
         check(state, **self.whose())
-        found = dict(state["tensors"])
-        state = {**state, "tensors": found}
+        found = state["tensors"]
         for name, slot in self.slots.items():
             kept = found.get(name, {"state": {}})
             owned = [key for key in kept["state"] if key.startswith(OWNER)]
@@ -250,8 +249,6 @@ class State:
                 # If another worker owns that range now, the next plan gives it back.
                 slot.owned = tuple(kept["owned"])
                 slot.state |= {key: torch.zeros_like(kept["state"][key], device=slot.parameter.device) for key in owned}
-            elif owned and not fits:  # of a range of another tensor, even if this one has a range of the same entries
-                found[name] = {**kept, "state": {key: value for key, value in kept["state"].items() if key not in owned}}
         for slot, step, values in restored(state, self.slots, **self.whose()):
             slot.step, slot.kept = step, bool(values)
             kept = found.get(slot.info.name, {})
